@@ -1,0 +1,31 @@
+"""Octavo: an LLM inference and serving engine with plug-in hardware backends.
+
+Importing this package imports no torch: the names below are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from octavo.core.entry.async_llm import AsyncLLM
+    from octavo.core.entry.llm import LLM
+    from octavo.core.types import RequestOutput, SamplingParams
+
+_LAZY = {
+    "LLM": "octavo.core.entry.llm",
+    "AsyncLLM": "octavo.core.entry.async_llm",
+    "SamplingParams": "octavo.core.types",
+    "RequestOutput": "octavo.core.types",
+}
+
+__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")
