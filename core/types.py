@@ -1,0 +1,363 @@
+"""The data that travels through the engine. Nothing here imports torch or knows a device.
+
+`SamplingParams`, `Request` and `SequenceUpdate` cross a process boundary, so they are msgspec structs;
+`StepPlan`, `Batch` and `StepResult` stay inside one process and hold numpy arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+MAX_LOGPROBS = 1 << 20
+"""Upper bound on `logprobs`; -1 asks for the whole vocabulary."""
+
+
+class RequestOutputKind(IntEnum):
+    """What a streaming caller receives: all text so far, only what is new, or only the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class ParamError(ValueError):
+    """A request parameter that cannot be used; `param` names it as the caller wrote it."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.param, str(self))
+
+
+class RequestRefused(ParamError):
+    """A request that could never run here. The message gives what it needs and what there is."""
+
+
+def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+    if bad or value < low or value > high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        span = f"{bracket}{low:g}, {high:g}]" if high < 1e30 else f"at least {low:g}"
+        raise ParamError(name, f"{name} must be a number in {span}, got {value!r}")
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ParamError(name, f"{name} must be a whole number in [{low}, {high}], got {value!r}")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when a sequence ends. Names and defaults are vLLM's.
+
+    Raises:
+        ParamError: a value outside its range, with the parameter's name in `param`.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        _whole("n", self.n, 1, 1024)
+        _finite("presence_penalty", self.presence_penalty, -2, 2)
+        _finite("frequency_penalty", self.frequency_penalty, -2, 2)
+        _finite("repetition_penalty", self.repetition_penalty, 0, 1e30, open_low=True)
+        _finite("temperature", self.temperature, 0, 1e30)
+        _finite("top_p", self.top_p, 0, 1, open_low=True)
+        _whole("top_k", self.top_k, -1, 2**31 - 1)
+        _finite("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParamError(
+                "min_tokens",
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _whole(name, value, -1, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens is not None:
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
+            if self.truncate_prompt_tokens == 0:
+                raise ParamError(
+                    "truncate_prompt_tokens",
+                    "truncate_prompt_tokens must be -1 (the model's context) or at least 1, got 0",
+                )
+        for name, words in (("stop", self.stops), ("bad_words", self.bad_words or [])):
+            if any(not isinstance(w, str) or not w for w in words):
+                raise ParamError(name, f"{name} must hold non-empty strings, got {words!r}")
+        if self.stops and not self.detokenize:
+            raise ParamError(
+                "stop", "stop strings need detokenize=True; use stop_token_ids instead"
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            if not math.isfinite(bias) or not -100 <= bias <= 100:
+                raise ParamError(
+                    "logit_bias",
+                    f"logit_bias values must lie in [-100, 100]; token {token} has {bias!r}",
+                )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ParamError("allowed_token_ids", "allowed_token_ids must not be empty")
+
+    @property
+    def stops(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuses token ids that this model does not have.
+
+        Raises:
+            ParamError: an id in logit_bias, stop_token_ids or allowed_token_ids outside [0, vocab_size).
+        """
+        for name, ids in (
+            ("logit_bias", self.logit_bias or ()),
+            ("stop_token_ids", self.stop_token_ids or ()),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+        ):
+            for token in ids:
+                if (
+                    isinstance(token, bool)
+                    or not isinstance(token, int)
+                    or not 0 <= token < vocab_size
+                ):
+                    raise ParamError(
+                        name,
+                        f"{name} has token id {token!r}; this model's ids are 0 to {vocab_size - 1}",
+                    )
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One prompt on its way to the engine.
+
+    `id` is unique inside the process and never a client's own id. `eos_token_ids` is the model's
+    whole list; `bad_word_bytes` holds `SamplingParams.bad_words` encoded as UTF-8.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0  # time.time() at the door
+    priority: int = 0  # lower runs first
+    cache_salt: str | None = None
+    adapter: str | None = None
+    image_hashes: tuple[bytes, ...] = ()
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, from the raw logits (before penalties and temperature).
+
+    The chosen token comes first, then the `k` most likely in falling order (the chosen one may
+    stand there again). Values are natural logs; `rank` is 1 for the most likely token.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Timings(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Where a request's time went. Times are `time.monotonic()` seconds unless named otherwise."""
+
+    arrival_time: float = 0.0  # time.time()
+    queued: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    finished: float = 0.0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+
+    @property
+    def queue_time(self) -> float:
+        """Seconds from arrival in the engine to the first step that ran it."""
+        return max(0.0, self.scheduled - self.queued)
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds from arrival in the engine to the first token."""
+        return max(0.0, self.first_token - self.queued)
+
+    @property
+    def inference_time(self) -> float:
+        """Seconds from the first step to the last token."""
+        return max(0.0, self.last_token - self.scheduled)
+
+
+class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step brought to one sample of a request: the engine's only output.
+
+    `stop_reason` is the token id that stopped it (None for EOS), or a message when the finish
+    reason is "error".
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = (
+        None  # whole prompt but its first token; sent once
+    )
+    num_cached_tokens: int = 0
+    timings: Timings | None = None  # with the request's first and last update
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One entry of `CompletionOutput.logprobs`, as vLLM has it."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsAt = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample of a request: its text and tokens so far (or the new ones, for DELTA)."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsAt] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a caller of `LLM.generate` or `AsyncLLM.generate` receives for one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[LogprobsAt | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: Timings | None = None
+
+
+# ---------------------------------------------------------------------------------- one step
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """`count` tokens of one sequence, from position `start` on.
+
+    `samples` rows of the last token's logits are drawn from: 0 while a prompt is unfinished, n when
+    a prompt with n samples is done. `all_logits` also asks for every row's logits (prompt logprobs).
+    """
+
+    sequence: Any  # core.sequence.Sequence
+    start: int
+    count: int
+    samples: int
+    all_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Who runs this step. `copies` (source block, destination block) run before anything is written;
+    every destination stands in it once."""
+
+    step: int
+    items: tuple[ScheduledTokens, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    preempted: tuple[str, ...] = ()
+    lane: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.count for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One lane of a step as plain host arrays, padded to the lane's bucket.
+
+    T tokens (padded), S sequences (padded), L rows of logits. Per KV group g: `slots[g]` [T] int64,
+    `block_tables[g]` [S, blocks] int32 (0, the null block, where unused). A slot of -1 is padding.
+    """
+
+    num_tokens: int  # without padding
+    num_seqs: int
+    token_ids: Int32  # [T]
+    positions: Int64  # [T]
+    query_start: Int32  # [S + 1], padded with its last value
+    context_lens: Int32  # [S], tokens in the KV cache once this step is written; 0 for padding
+    logits_rows: Int32  # [L], rows of T; a row may stand there more than once
+    slots: tuple[Int64, ...]
+    block_tables: tuple[Int32, ...]
+    token_src: Int32 | None = None  # [T]; i >= 0: the token is row i of the step before
+    max_query_len: int = 0
+    max_context_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A step's tokens on the host.
+
+    `tokens` [L] int64 follow the plan's samples in order; -1 means that no token was allowed or the
+    logits were not finite. `logprobs[i]` belongs to `tokens[i]`; `prompt_logprobs[request id]` are
+    the entries this step computed, in order.
+    """
+
+    tokens: Int64
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    prompt_logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
