@@ -1,0 +1,210 @@
+"""KV block manager: who owns which block of the KV cache, and what may be shared.
+
+Blocks are ref-counted. A block is shared by prefix hits and by forks, and copied on the first write
+to it (copy-on-write, PagedAttention, Kwon et al. 2023, section 4.3). A full block is known by a hash
+chain over its tokens and all before it; a free block keeps its hash until it is reused, so a later
+prompt may take it back. Reuse order: blocks without a hash first, then least recently used, and of
+one sequence the tail first. Block 0 is the null block: padding points at it and nobody owns it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from octavo.core.types import Int32
+
+BlockHash = bytes
+
+
+def root_hash(adapter: str | None, salt: str | None, image_hashes: Sequence[bytes]) -> BlockHash:
+    """The start of a hash chain: all that changes KV content beside the tokens.
+
+    Each field is framed by its type and length, so that no two different triples spell the same bytes.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    fields: list[tuple[bytes, bytes]] = []
+    if adapter is not None:
+        fields.append((b"adapter", adapter.encode()))
+    if salt is not None:
+        fields.append((b"salt", salt.encode()))
+    fields.extend((b"image", image) for image in image_hashes)
+    for kind, value in fields:
+        digest.update(b"%s:%d:" % (kind, len(value)))
+        digest.update(value)
+    return digest.digest()
+
+
+def extend_hashes(hashes: list[BlockHash], root: BlockHash, tokens: Int32, block_size: int) -> None:
+    """Appends to `hashes` those of the further full blocks of `tokens` [n] int32."""
+    parent = hashes[-1] if hashes else root
+    for block in range(len(hashes), len(tokens) // block_size):
+        part = tokens[block * block_size : (block + 1) * block_size]
+        parent = hashlib.blake2b(parent + part.tobytes(), digest_size=32).digest()
+        hashes.append(parent)
+
+
+class OutOfBlocks(RuntimeError):
+    """More blocks asked for than are free: the caller did not check `num_free`."""
+
+
+class BlockAuditError(AssertionError):
+    """`BlockManager.check` found an invariant broken."""
+
+
+class BlockManager:
+    """Hands out block ids; knows nothing of tensors.
+
+    Args:
+        num_blocks: blocks in the pool, the null block included.
+        block_size: tokens in a block.
+        prefix_caching: whether full blocks are remembered by hash.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        if num_blocks < 2:
+            raise ValueError(
+                f"the KV cache needs at least 2 blocks (one is the null block), got {num_blocks}"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._refs = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._cached: dict[BlockHash, int] = {}
+        self._unhashed = list(range(num_blocks - 1, 0, -1))  # a stack: the last is taken first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.evictions = 0
+
+    @property
+    def usable(self) -> int:
+        """Blocks that sequences may own: all but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._unhashed) + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.usable - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks known by hash, in use or free."""
+        return len(self._cached)
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks hold `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+    def is_free(self, block: int) -> bool:
+        return self._refs[block] == 0
+
+    def is_shared(self, block: int) -> bool:
+        return self._refs[block] > 1
+
+    def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the longest cached prefix of `hashes`. Changes nothing."""
+        found = []
+        for key in hashes:
+            block = self._cached.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` free blocks, forgetting what the least useful of them cached.
+
+        Raises:
+            OutOfBlocks: fewer are free.
+        """
+        if count > self.num_free:
+            raise OutOfBlocks(
+                f"{count} KV blocks asked for, {self.num_free} of {self.usable} are free"
+            )
+        taken = []
+        for _ in range(count):
+            if self._unhashed:
+                block = self._unhashed.pop()
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                self._forget(block)
+                self.evictions += 1
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """One more owner for each block: a prefix hit or a fork."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._evictable[block]
+            self._refs[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """One owner less for each block of a table, the tail first."""
+        for block in reversed(blocks):
+            refs = self._refs[block] - 1
+            if refs < 0:
+                raise BlockAuditError(f"block {block} was freed more often than it was taken")
+            self._refs[block] = refs
+            if refs == 0:
+                if self._hash_of[block] is None:
+                    self._unhashed.append(block)
+                else:
+                    self._evictable[block] = None
+
+    def remember(self, block: int, key: BlockHash) -> None:
+        """Makes a full block findable. The first block with a hash keeps it; a twin stays unhashed."""
+        if self.prefix_caching and self._hash_of[block] is None and key not in self._cached:
+            self._cached[key] = block
+            self._hash_of[block] = key
+
+    def reset_cache(self) -> None:
+        """Forgets every hash; blocks in use stay with their owners."""
+        self._cached.clear()
+        self._hash_of = [None] * self.num_blocks
+        self._unhashed.extend(self._evictable)
+        self._evictable.clear()
+
+    def _forget(self, block: int) -> None:
+        key = self._hash_of[block]
+        if key is not None:
+            del self._cached[key]
+            self._hash_of[block] = None
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Audits every invariant against the block tables of all live sequences.
+
+        Raises:
+            BlockAuditError: what does not hold.
+        """
+        owners = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                owners[block] += 1
+        problems = []
+        if owners[0] or self._refs[0]:
+            problems.append("the null block has an owner")
+        for block in range(1, self.num_blocks):
+            if owners[block] != self._refs[block]:
+                problems.append(
+                    f"block {block}: {owners[block]} owners, ref count {self._refs[block]}"
+                )
+        free = [*self._unhashed, *self._evictable]
+        if len(set(free)) != len(free):
+            problems.append("a block is free twice")
+        if set(free) != {b for b in range(1, self.num_blocks) if self._refs[b] == 0}:
+            problems.append("the free lists are not the blocks with ref count 0")
+        if any(self._hash_of[b] is not None for b in self._unhashed):
+            problems.append("a hashed block stands among the unhashed ones")
+        if any(self._hash_of[b] is None for b in self._evictable):
+            problems.append("an unhashed block stands among the evictable ones")
+        index = {key: b for b, key in enumerate(self._hash_of) if key is not None}
+        if index != self._cached:
+            problems.append("hashes and their index differ")
+        if problems:
+            raise BlockAuditError("; ".join(problems[:10]))

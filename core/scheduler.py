@@ -1,0 +1,606 @@
+"""Who runs in a step, and how many tokens each.
+
+There are no prefill and decode phases: every sequence tries to bring `num_computed` up to
+`num_tokens` within one token budget, running sequences first, then waiting ones in order of
+(priority, arrival). Long prompts are so computed in chunks beside decoding neighbours.
+
+Every request finishes, whatever the pool size:
+- One that could not hold its last token even alone is refused when it is added.
+- A waiting sequence is admitted only with blocks for all its tokens in hand, and nobody overtakes it.
+- When blocks run out, the running sequence that is last in order is preempted (its blocks are freed
+  and recomputed later), so the first in order always advances.
+- After `MAX_PREEMPTIONS` preemptions a sequence is admitted only with blocks up to its last possible
+  token and is no longer chosen to make room: the number of preemptions per sequence is bounded.
+- Decoding sequences get their token before a prompt gets its chunk, so no long prompt stalls them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.core.blocks import BlockManager, extend_hashes, root_hash
+from octavo.core.sequence import Sequence
+from octavo.core.types import (
+    FinishReason,
+    ParamError,
+    Request,
+    RequestRefused,
+    ScheduledTokens,
+    SequenceUpdate,
+    StepPlan,
+    StepResult,
+    Timings,
+    TokenLogprobs,
+)
+
+MAX_PREEMPTIONS = 2
+
+AbortTarget = str | tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What one step and one sequence may hold."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_logits_rows: int = 512
+    chunk_multiple: int = 1
+    fcfs_only: bool = False
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start, and what holds now. KV numbers are in blocks or slots (tokens)."""
+
+    running: int
+    waiting: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_cached: int
+    kv_slots_allocated: int
+    kv_slots_used: int
+    kv_slots_wasted: int
+    steps: int
+    requests: int
+    preemptions: int
+    evictions: int
+    prompt_tokens: int
+    output_tokens: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    finished: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Group:
+    """A request's live samples."""
+
+    request: Request
+    live: dict[int, Sequence] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Owns every live sequence and, through `blocks`, the KV cache's block tables."""
+
+    def __init__(self, blocks: BlockManager, limits: SchedulerLimits, seed: int = 0) -> None:
+        self.blocks = blocks
+        self.limits = limits
+        self.running: list[Sequence] = []  # in order of service
+        self._seed = seed
+        self._waiting: list[
+            tuple[tuple[int, int, int], Sequence]
+        ] = []  # heap; dead entries are skipped
+        self._num_waiting = 0
+        self._groups: dict[str, _Group] = {}
+        self._order = 0
+        self._step = 0
+        self._slots_taken = 0  # sequences running, forks to come included
+        self._counts = dict.fromkeys(
+            ("requests", "preemptions", "prompt", "output", "query", "hit"), 0
+        )
+        self._finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+
+    # ------------------------------------------------------------------------------ in and out
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            RequestRefused: it could never run here; the message has what it needs and what there is.
+            ParamError: its id is in use, or its prompt is empty.
+        """
+        limits, params = self.limits, request.params
+        prompt = len(request.prompt_token_ids)
+        if request.id in self._groups:
+            raise ParamError("request_id", f"request id {request.id!r} is in use")
+        if prompt == 0:
+            raise ParamError("prompt", "the prompt has no tokens")
+        if limits.fcfs_only and request.priority != 0:
+            raise ParamError(
+                "priority", "priority needs scheduling_policy='priority'; the server runs 'fcfs'"
+            )
+        room = limits.max_model_len - (1 if params.max_tokens != 0 else 0)
+        if prompt > room:
+            raise RequestRefused(
+                "prompt",
+                f"the prompt has {prompt} tokens; at most {room} fit, as the model's context is "
+                f"{limits.max_model_len} tokens for prompt and output together",
+            )
+        if params.n > limits.max_num_seqs:
+            raise RequestRefused(
+                "n",
+                f"n={params.n} needs {params.n} sequences at once, this engine runs {limits.max_num_seqs}",
+            )
+        max_len = limits.max_model_len
+        if params.max_tokens is not None:
+            max_len = min(max_len, prompt + params.max_tokens)
+        pool = self.blocks.usable * self.blocks.block_size  # the last token is never stored
+        if params.max_tokens is None and prompt <= pool:
+            max_len = min(max_len, pool + 1)
+        if self._stored(max_len, prompt) > pool:
+            need = self.blocks.blocks_for(self._stored(max_len, prompt))
+            raise RequestRefused(
+                "prompt" if prompt > pool else "max_tokens",
+                f"the request needs {need} KV blocks ({prompt} prompt tokens and up to {max_len - prompt} output "
+                f"tokens, {self.blocks.block_size} a block), the KV cache has {self.blocks.usable}; "
+                "shorten it or start with a larger --kv-memory",
+            )
+        root = root_hash(request.adapter, request.cache_salt, request.image_hashes)
+        seed = params.seed if params.seed is not None else _mixed(self._seed, self._order)
+        sequence = Sequence(request, self._order, root, seed & (2**64 - 1), max_len)
+        self._order += 1
+        self._counts["requests"] += 1
+        self._counts["prompt"] += prompt
+        self._groups[request.id] = _Group(request, {0: sequence})
+        self._push_waiting(sequence)
+
+    @staticmethod
+    def _stored(max_len: int, prompt: int) -> int:
+        """Tokens that must be in the KV cache: all but the last output token."""
+        return max(prompt, max_len - 1)
+
+    def abort(
+        self, targets: Iterable[AbortTarget], reason: FinishReason = "abort"
+    ) -> list[SequenceUpdate]:
+        """Ends requests, or single samples of them, at once. Unknown ones are ignored: they may have
+        finished while the abort was on its way. `reason` is what the metrics count."""
+        updates = []
+        for target in targets:
+            name, index = (target, None) if isinstance(target, str) else target
+            group = self._groups.get(name)
+            if group is None:
+                continue
+            for sequence in list(group.live.values()):
+                if index is None or sequence.index == index:
+                    updates.extend(self._finish(sequence, [], reason, None))
+        return updates
+
+    def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
+        """Ends every request of a step that could not be computed; the others are untouched."""
+        updates = []
+        for item in plan.items:
+            if item.sequence.index in self._live(item.sequence):
+                updates.extend(self._finish(item.sequence, [], "error", message))
+        return updates
+
+    def _live(self, sequence: Sequence) -> dict[int, Sequence]:
+        group = self._groups.get(sequence.request.id)
+        return group.live if group is not None else {}
+
+    def has_unfinished(self) -> bool:
+        return bool(self._groups)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All live sequences, waiting ones included."""
+        for group in self._groups.values():
+            yield from group.live.values()
+
+    # -------------------------------------------------------------------------------- planning
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing waits or runs."""
+        items: list[ScheduledTokens] = []
+        copies: dict[int, int] = {}  # destination -> source
+        preempted: list[str] = []
+        budget = self.limits.max_num_batched_tokens
+        rows = self.limits.max_logits_rows
+        decodes = sum(
+            s.num_tokens - s.num_computed == 1 for s in self.running
+        )  # still to be planned
+        position = 0
+        while position < len(self.running) and budget > 0:
+            sequence = self.running[position]
+            decoding = sequence.num_tokens - sequence.num_computed == 1
+            item = self._tokens_for(sequence, budget if decoding else budget - decodes, rows)
+            decodes -= decoding
+            if item is None:  # no room for its tokens or rows of logits beside the others
+                position += 1
+                continue
+            if not self._reserve(sequence, item, position, copies, preempted):
+                continue  # it had to go itself: the next one stands at its position
+            items.append(item)
+            budget -= item.count
+            rows -= item.count if item.all_logits else 0
+            position += 1
+        if not preempted or not items:  # else whoever was preempted would take the blocks back
+            self._admit(items, budget, rows)
+        if not items:
+            return None
+        self._step += 1
+        return StepPlan(
+            step=self._step,
+            items=tuple(items),
+            copies=tuple((source, target) for target, source in copies.items()),
+            preempted=tuple(preempted),
+        )
+
+    def _tokens_for(self, sequence: Sequence, budget: int, rows: int) -> ScheduledTokens | None:
+        start = sequence.num_computed
+        count = min(sequence.num_tokens - start, budget)
+        all_logits = wants_prompt_logprobs(sequence)
+        if all_logits:
+            count = min(count, rows)
+        done = start + count == sequence.num_tokens
+        if not done and count > self.limits.chunk_multiple:
+            count -= count % self.limits.chunk_multiple
+        if count <= 0:
+            return None
+        samples = sequence.pending_samples if done and sequence.max_len > sequence.num_tokens else 0
+        return ScheduledTokens(sequence, start, count, samples, all_logits)
+
+    def _reserve(
+        self,
+        sequence: Sequence,
+        item: ScheduledTokens,
+        position: int,
+        copies: dict[int, int],
+        preempted: list[str],
+    ) -> bool:
+        """Blocks for the tokens of `item`, preempting from the end of `running`. False when the
+        sequence itself had to go."""
+        blocks = self.blocks
+        first = item.start // blocks.block_size
+        while True:
+            need = blocks.blocks_for(item.start + item.count) - sequence.num_blocks
+            shared = first < sequence.num_blocks and blocks.is_shared(
+                int(sequence.block_table[first])
+            )
+            if max(need, 0) + shared <= blocks.num_free:
+                break
+            victim = self._victim(position)
+            self._preempt(victim, copies)
+            preempted.append(victim.request.id)
+            if victim is sequence:
+                return False
+        if shared:
+            (target,) = blocks.allocate(1)
+            source = int(sequence.block_table[first])
+            copies[target] = source
+            sequence.block_table[first] = target
+            blocks.free([source])
+        if need > 0:
+            sequence.add_blocks(blocks.allocate(need))
+        return True
+
+    def _victim(self, position: int) -> Sequence:
+        for sequence in reversed(self.running[position:]):
+            if sequence.preemptions < MAX_PREEMPTIONS:
+                return sequence
+        return self.running[position]  # only after a fork: a parent's last block is shared again
+
+    def _preempt(self, sequence: Sequence, copies: dict[int, int]) -> None:
+        for block in sequence.blocks:
+            copies.pop(block, None)
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.preemptions += 1
+        sequence.timings.num_preemptions += 1
+        self._counts["preemptions"] += 1
+        self._push_waiting(sequence)
+
+    def _admit(self, items: list[ScheduledTokens], budget: int, rows: int) -> None:
+        while budget > 0 and (sequence := self._peek_waiting()) is not None:
+            if self._slots_taken + sequence.pending_samples > self.limits.max_num_seqs:
+                return
+            if wants_prompt_logprobs(sequence) and rows <= 0:
+                return
+            if not self._take_blocks(sequence):
+                return
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            item = self._tokens_for(sequence, budget, rows)
+            assert item is not None
+            self._start(sequence)
+            items.append(item)
+            budget -= item.count
+            rows -= item.count if item.all_logits else 0
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Prefix hits and new blocks for every known token, and room for the neighbours to grow."""
+        blocks, size = self.blocks, self.blocks.block_size
+        hits: list[int] = []
+        if blocks.prefix_caching and not wants_prompt_logprobs(sequence):
+            extend_hashes(
+                sequence.hashes, sequence.root, sequence.tokens[: sequence.num_tokens], size
+            )
+            hits = blocks.lookup(sequence.hashes[: (sequence.num_tokens - 1) // size])
+        target = sequence.num_tokens
+        spare = 0
+        if sequence.preemptions >= MAX_PREEMPTIONS:
+            target = self._stored(sequence.max_len, sequence.num_prompt)
+        elif self.running:
+            spare = len(self.running)
+        need = blocks.blocks_for(target) - len(hits)
+        from_free = sum(blocks.is_free(block) for block in hits)
+        if need + from_free + spare > blocks.num_free:
+            return False
+        blocks.acquire(hits)
+        sequence.num_remembered = len(hits)
+        sequence.add_blocks(hits)
+        sequence.add_blocks(blocks.allocate(need))
+        sequence.num_computed = len(hits) * size
+        self._account_hits(sequence)
+        return True
+
+    def _account_hits(self, sequence: Sequence) -> None:
+        if sequence.preemptions:
+            sequence.timings.num_recomputed_tokens += sequence.num_tokens - sequence.num_computed
+            return
+        sequence.num_cached = sequence.num_computed
+        sequence.timings.num_cached_tokens = sequence.num_computed
+        self._counts["query"] += sequence.num_tokens
+        self._counts["hit"] += sequence.num_computed
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.running = True
+        self._slots_taken += sequence.pending_samples
+        if not sequence.timings.scheduled:
+            sequence.timings.scheduled = time.monotonic()
+        self._insert_running(sequence)
+
+    def _insert_running(self, sequence: Sequence) -> None:
+        index = len(self.running)
+        while index and self.running[index - 1].key > sequence.key:
+            index -= 1
+        self.running.insert(index, sequence)
+
+    # ------------------------------------------------------------------------------ after a step
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """Takes a step's tokens: advances, remembers full blocks, forks samples, finishes, frees."""
+        updates: list[SequenceUpdate] = []
+        row = 0
+        for item in plan.items:
+            sequence: Sequence = item.sequence
+            samples = range(row, row + item.samples)
+            row += item.samples
+            if self._live(sequence).get(sequence.index) is not sequence:
+                continue
+            sequence.num_computed = item.start + item.count
+            self._remember_full_blocks(sequence)
+            prompt_logprobs = self._take_prompt_logprobs(item, result)
+            if not item.samples:
+                if sequence.num_computed >= sequence.max_len:  # max_tokens=0: the prompt was all
+                    updates.extend(
+                        self._finish(sequence, [], "length", None, None, prompt_logprobs)
+                    )
+                elif prompt_logprobs:
+                    updates.append(_update(sequence, [], prompt_logprobs=prompt_logprobs))
+                continue
+            family = self._fork(sequence, item.samples)
+            for sample, member in zip(samples, family, strict=True):
+                logprobs = result.logprobs[sample] if len(result.logprobs) else None
+                updates.extend(
+                    self._take_token(member, int(result.tokens[sample]), logprobs, prompt_logprobs)
+                )
+                prompt_logprobs = None
+        return updates
+
+    def _fork(self, sequence: Sequence, samples: int) -> list[Sequence]:
+        family = [sequence]
+        group = self._groups[sequence.request.id]
+        for index in range(1, samples):
+            child = sequence.fork(index, self.blocks.blocks_for(sequence.num_computed))
+            self.blocks.acquire(child.blocks)
+            group.live[index] = child
+            self._insert_running(child)
+            family.append(child)
+        sequence.pending_samples = 1
+        return family
+
+    def _take_token(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: list[TokenLogprobs] | None,
+    ) -> list[SequenceUpdate]:
+        if token < 0:
+            message = "no token could be sampled: all were excluded, or the logits were not finite"
+            return self._finish(sequence, [], "error", message, None, prompt_logprobs)
+        sequence.append(token)
+        self._counts["output"] += 1
+        timings = sequence.timings
+        timings.last_token = time.monotonic()
+        first = not timings.first_token
+        if first:
+            timings.first_token = timings.last_token
+        reason, stop = stop_reason(sequence, token)
+        entries = [logprobs] if logprobs is not None else None
+        if reason is not None:
+            return self._finish(sequence, [token], reason, stop, entries, prompt_logprobs)
+        return [_update(sequence, [token], entries, prompt_logprobs, timings if first else None)]
+
+    def _remember_full_blocks(self, sequence: Sequence) -> None:
+        blocks, size = self.blocks, self.blocks.block_size
+        full = sequence.num_computed // size
+        if not blocks.prefix_caching or full <= sequence.num_remembered:
+            return
+        extend_hashes(sequence.hashes, sequence.root, sequence.tokens[: full * size], size)
+        for i in range(sequence.num_remembered, full):
+            blocks.remember(int(sequence.block_table[i]), sequence.hashes[i])
+        sequence.num_remembered = max(full, sequence.num_remembered)
+
+    def _take_prompt_logprobs(
+        self, item: ScheduledTokens, result: StepResult
+    ) -> list[TokenLogprobs] | None:
+        if not item.all_logits:
+            return None
+        sequence: Sequence = item.sequence
+        entries = result.prompt_logprobs.get(sequence.request.id, [])
+        fresh = entries[max(0, sequence.prompt_logprobs_done - item.start) :]
+        sequence.prompt_logprobs_done += len(fresh)
+        return list(fresh)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        tokens: list[int],
+        reason: FinishReason,
+        stop: int | str | None,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> list[SequenceUpdate]:
+        group = self._groups[sequence.request.id]
+        sequence.timings.finished = time.monotonic()
+        unborn = range(1, sequence.pending_samples)
+        if sequence.running:
+            self._release(sequence)
+        else:
+            self._num_waiting -= 1
+        del group.live[sequence.index]
+        if not group.live:
+            del self._groups[sequence.request.id]
+            self._finished[reason] += 1
+        updates = [
+            _update(sequence, tokens, logprobs, prompt_logprobs, sequence.timings, reason, stop)
+        ]
+        for index in unborn:  # samples that were never forked end with the one they waited for
+            updates.append(msgspec.structs.replace(updates[0], index=index, prompt_logprobs=None))
+        return updates
+
+    def _release(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._slots_taken -= sequence.pending_samples
+        sequence.running = False
+        self.blocks.free(sequence.blocks)
+        sequence.num_blocks = 0
+
+    def _push_waiting(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.key, sequence))
+        self._num_waiting += 1
+
+    def _peek_waiting(self) -> Sequence | None:
+        while self._waiting:
+            sequence = self._waiting[0][1]
+            if not sequence.running and self._live(sequence).get(sequence.index) is sequence:
+                return sequence
+            heapq.heappop(self._waiting)
+        return None
+
+    # ------------------------------------------------------------------------------ looking in
+
+    def stats(self) -> SchedulerStats:
+        size = self.blocks.block_size
+        allocated = self.blocks.num_used * size
+        filled: dict[int, int] = {}
+        for sequence in self.running:
+            for i, block in enumerate(sequence.blocks):
+                held = min(size, max(0, sequence.num_computed - i * size))
+                filled[block] = max(filled.get(block, 0), held)
+        used = sum(filled.values())
+        counts = self._counts
+        return SchedulerStats(
+            running=len(self.running),
+            waiting=self._num_waiting,
+            kv_blocks_total=self.blocks.usable,
+            kv_blocks_used=self.blocks.num_used,
+            kv_blocks_cached=self.blocks.num_cached,
+            kv_slots_allocated=allocated,
+            kv_slots_used=used,
+            kv_slots_wasted=allocated - used,
+            steps=self._step,
+            requests=counts["requests"],
+            preemptions=counts["preemptions"],
+            evictions=self.blocks.evictions,
+            prompt_tokens=counts["prompt"],
+            output_tokens=counts["output"],
+            prefix_query_tokens=counts["query"],
+            prefix_hit_tokens=counts["hit"],
+            finished=dict(self._finished),
+        )
+
+    def check(self) -> None:
+        """Audits blocks and queues.
+
+        Raises:
+            BlockAuditError, AssertionError: what does not hold.
+        """
+        live = list(self.sequences())
+        self.blocks.check([s.blocks for s in live])
+        assert {id(s) for s in self.running} == {id(s) for s in live if s.running}, (
+            "running list is stale"
+        )
+        assert [s.key for s in self.running] == sorted(s.key for s in self.running), (
+            "running is out of order"
+        )
+        waiting = sum(not s.running for s in live)
+        assert waiting == self._num_waiting, f"{waiting} wait, {self._num_waiting} counted"
+        taken = sum(s.pending_samples for s in self.running)
+        assert taken == self._slots_taken, f"{taken} slots are taken, {self._slots_taken} counted"
+
+
+def wants_prompt_logprobs(sequence: Sequence) -> bool:
+    """Whether prompt log-probabilities are still to be computed: then every row's logits are needed
+    and no block may come from the prefix cache."""
+    wanted = sequence.request.params.prompt_logprobs is not None
+    return wanted and sequence.prompt_logprobs_done < sequence.num_prompt - 1
+
+
+def stop_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
+    """Whether the token just appended ends the sequence, and by which stop token."""
+    request, params = sequence.request, sequence.request.params
+    if sequence.num_output >= params.min_tokens:
+        if not params.ignore_eos and token in request.eos_token_ids:
+            return "stop", None
+        if params.stop_token_ids and token in params.stop_token_ids:
+            return "stop", token
+    if sequence.num_tokens >= sequence.max_len:
+        return "length", None
+    return None, None
+
+
+def _update(
+    sequence: Sequence,
+    tokens: list[int],
+    logprobs: list[TokenLogprobs] | None = None,
+    prompt_logprobs: list[TokenLogprobs] | None = None,
+    timings: Timings | None = None,
+    reason: FinishReason | None = None,
+    stop: int | str | None = None,
+) -> SequenceUpdate:
+    return SequenceUpdate(
+        request_id=sequence.request.id,
+        index=sequence.index,
+        token_ids=tokens,
+        finish_reason=reason,
+        stop_reason=stop,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=sequence.num_cached,
+        timings=timings,
+    )
+
+
+def _mixed(seed: int, order: int) -> int:
+    """A seed for a request that brought none: fixed by the engine's seed and the arrival order."""
+    z = (seed * 0x9E3779B97F4A7C15 + order + 1) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return z ^ (z >> 31)

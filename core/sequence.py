@@ -1,0 +1,139 @@
+"""A sequence: the one mutable record of a sample's tokens, its KV blocks and how far they are computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+
+from octavo.core.blocks import BlockHash
+from octavo.core.types import Int32, Request, Timings
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Sequence:
+    """One sample of a request.
+
+    `tokens[:num_tokens]` are prompt and output; the KV cache holds the first `num_computed` of them.
+    `max_len` is where it must end. Until its prompt is done a sequence also stands for the
+    `pending_samples - 1` siblings that will be forked from it.
+    """
+
+    __slots__ = (
+        "block_table",
+        "draw_state",
+        "hashes",
+        "index",
+        "max_len",
+        "num_blocks",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "num_remembered",
+        "num_tokens",
+        "order",
+        "pending_samples",
+        "preemptions",
+        "prompt_logprobs_done",
+        "request",
+        "root",
+        "running",
+        "seed",
+        "timings",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        order: int,
+        root: BlockHash,
+        seed: int,
+        max_len: int,
+    ) -> None:
+        prompt = request.prompt_token_ids
+        self.request = request
+        self.index = 0
+        self.order = order
+        self.root = root
+        self.seed = seed
+        self.max_len = max_len
+        self.tokens: Int32 = np.array(prompt, np.int32)  # grows by doubling
+        self.num_prompt = self.num_tokens = len(prompt)
+        self.num_computed = 0
+        self.block_table: Int32 = np.zeros(0, np.int32)  # grows by doubling
+        self.num_blocks = 0
+        self.hashes: list[BlockHash] = []
+        self.num_remembered = 0  # full blocks whose hash the block manager has
+        self.num_cached = 0
+        self.pending_samples = request.params.n
+        self.preemptions = 0
+        self.prompt_logprobs_done = 0
+        self.running = False
+        self.timings = Timings(arrival_time=request.arrival_time, queued=time.monotonic())
+        self.draw_state: Any = None  # the sampler's, made when first needed
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Order of service: priority (lower first), then arrival, then sample."""
+        return (self.request.priority, self.order, self.index)
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.block_table[: self.num_blocks].tolist()
+
+    @property
+    def last_token(self) -> int:
+        return int(self.tokens[self.num_tokens - 1])
+
+    def sample_seed(self, sample: int) -> int:
+        """The seed of the sibling `sample` places after this one, as `fork` will set it."""
+        return (self.seed + sample * _GOLDEN) & (2**64 - 1)
+
+    def append(self, token: int) -> None:
+        if self.num_tokens == len(self.tokens):
+            self.tokens = _grown(self.tokens, self.num_tokens + 1)
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def add_blocks(self, blocks: SequenceOf[int]) -> None:
+        end = self.num_blocks + len(blocks)
+        if end > len(self.block_table):
+            self.block_table = _grown(self.block_table, end)
+        self.block_table[self.num_blocks : end] = blocks
+        self.num_blocks = end
+
+    def fork(self, index: int, num_blocks: int) -> Sequence:
+        """A sibling with the same tokens and first blocks (whose ref counts the caller raises)."""
+        child = Sequence.__new__(Sequence)
+        for name in Sequence.__slots__:
+            setattr(child, name, getattr(self, name))
+        child.index = index
+        child.seed = self.sample_seed(index - self.index)
+        child.tokens = self.tokens.copy()
+        child.block_table = self.block_table[:num_blocks].copy()
+        child.num_blocks = num_blocks
+        child.preemptions = 0
+        child.hashes = list(self.hashes)
+        child.timings = Timings(
+            arrival_time=self.timings.arrival_time,
+            queued=self.timings.queued,
+            scheduled=self.timings.scheduled,
+            num_cached_tokens=self.timings.num_cached_tokens,
+        )
+        child.pending_samples = 1
+        child.draw_state = None
+        return child
+
+
+def _grown(array: Int32, size: int) -> Int32:
+    bigger = np.zeros(max(size, 2 * len(array), 32), np.int32)
+    bigger[: len(array)] = array
+    return bigger
