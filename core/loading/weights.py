@@ -1,0 +1,239 @@
+"""Weights by name, from safetensors or GGUF. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from octavo.core.loading.errors import CorruptFileError, WeightsError
+from octavo.core.loading.files import ModelFiles, read_json
+from octavo.core.loading.gguf_weights import GgufWeights
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_HEADER = 100 << 20  # what the safetensors format allows
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor's shape, and the dtype ``get`` returns it in."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightSource(Protocol):
+    """Named tensors of one model, read when asked for."""
+
+    def names(self) -> dict[str, TensorInfo]:
+        """Every tensor, without reading any."""
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU, memory-mapped where the format allows; do not write to it.
+
+        Raises WeightsError for a name the source lacks.
+        """
+
+    def close(self) -> None:
+        """Let the files go."""
+
+
+def open_weights(files: ModelFiles) -> WeightSource:
+    """The weights of a resolved model.
+
+    Raises WeightsError when there are none that can be read or a shard is missing,
+    CorruptFileError when a file is truncated or its header is damaged.
+    """
+    if files.kind == "gguf":
+        return _GgufSource(files.path)
+    return SafetensorsSource(files.path)
+
+
+class _GgufSource:
+    """GGUF through the same door."""
+
+    def __init__(self, path: Path) -> None:
+        self._weights = GgufWeights(path)
+
+    def names(self) -> dict[str, TensorInfo]:
+        shapes = self._weights.shapes().items()
+        return {name: TensorInfo(shape, torch.float32) for name, shape in shapes}
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._weights.get(name)
+
+    def close(self) -> None:
+        self._weights.close()
+
+
+class SafetensorsSource:
+    """A folder's safetensors: model.safetensors, the index's shards, or all there are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._infos: dict[str, TensorInfo] = {}
+        self._paths: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for path in _shards(folder):
+            for name, info in read_header(path).items():
+                if name in self._paths:
+                    raise WeightsError(
+                        f"tensor {name!r} is in both {self._paths[name].name} and {path.name} of "
+                        f"{folder}; remove the file that does not belong there."
+                    )
+                self._infos[name] = info
+                self._paths[name] = path
+
+    def names(self) -> dict[str, TensorInfo]:
+        return dict(self._infos)
+
+    def get(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        path = self._paths.get(name)
+        if path is None:
+            raise WeightsError(f"no tensor {name!r}{_nearest(name, self._paths)}")
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        tensor: torch.Tensor = self._open[path].get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        value = read_json(index)
+        mapping = value.get("weight_map") if isinstance(value, dict) else None
+        if not isinstance(mapping, dict):
+            raise CorruptFileError(f"{index} has no weight_map; fetch the model again.")
+        names = sorted(set(mapping.values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise WeightsError(
+                f"{len(missing)} of {len(names)} shards named in {index} are missing: "
+                f"{_listed(missing)}. Fetch the model again."
+            )
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    found = sorted(folder.glob("*.safetensors"))
+    if found:
+        return found
+    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+        path.name for path in folder.glob("*.pt*")
+    )
+    if pickles:
+        raise WeightsError(
+            f"{folder} has its weights only as {_listed(pickles)}. Pickle files can run code and "
+            "are never unpickled here. Convert them where you trust them: load the model with "
+            "transformers and save_pretrained(folder, safe_serialization=True)."
+        )
+    raise WeightsError(f"{folder} holds no .safetensors file")
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """A safetensors file's tensors, from its header alone.
+
+    Format: 8 bytes of header length (little-endian), a JSON header, then the data. Raises
+    CorruptFileError naming the file, and the tensor where one is cut off.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size + 1
+        if length > min(size - 8, _MAX_HEADER):
+            raise CorruptFileError(
+                f"{path} is truncated or no safetensors file: its header ends after the file "
+                f"({size} bytes). Fetch the file again."
+            )
+        raw = file.read(length)
+    infos: dict[str, TensorInfo] = {}
+    try:
+        header = json.loads(raw)
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            end = 8 + length + entry["data_offsets"][1]
+            if end > size:
+                raise CorruptFileError(
+                    f"{path} is truncated: tensor {name!r} ends {end - size} bytes after the file. "
+                    "Fetch the file again."
+                )
+            if entry["dtype"] not in _DTYPES:
+                raise WeightsError(
+                    f"{path}: tensor {name!r} has dtype {entry['dtype']}; these are read: "
+                    f"{', '.join(_DTYPES)}"
+                )
+            infos[name] = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptFileError(
+            f"{path} has a damaged header ({type(error).__name__}: {error}). Fetch the file again."
+        ) from error
+    return infos
+
+
+def check_names(
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, TensorInfo],
+    *,
+    ignore: Iterable[str] = (),
+) -> None:
+    """Check that a source holds exactly what a model needs.
+
+    ignore: names the model knows it does not need (a tied lm_head, a buffer) and lets pass.
+    Raises one WeightsError that lists what is missing (with the nearest names there are), what is
+    unexpected and what has another shape.
+    """
+    ignored = set(ignore)
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected and name not in ignored]
+    misshapen = [
+        f"{name} is {list(found[name].shape)}, the model needs {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name].shape != tuple(shape)
+    ]
+    problems = []
+    if missing:
+        named = [f"{name}{_nearest(name, extra)}" for name in missing[:_MAX_LISTED]]
+        problems.append(f"{len(missing)} missing: {_listed(named, len(missing))}")
+    if extra:
+        problems.append(f"{len(extra)} unexpected: {_listed(extra)}")
+    if misshapen:
+        problems.append(f"{len(misshapen)} of another shape: {_listed(misshapen)}")
+    if problems:
+        raise WeightsError(
+            f"the weights do not fit the model ({len(expected)} tensors). {'; '.join(problems)}. "
+            "Check that config.json and the weights are of the same model."
+        )
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
+    return f" (nearest: {close[0]})" if close else ""
+
+
+def _listed(items: list[str], count: int | None = None) -> str:
+    rest = (len(items) if count is None else count) - min(len(items), _MAX_LISTED)
+    return ", ".join(items[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
