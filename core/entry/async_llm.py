@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,13 @@ from octavo.core.config import DEFAULT_MODEL, EngineConfig
 from octavo.core.entry import messages
 from octavo.core.entry.engine_client import DEFAULT_FACTORY, EngineClient, EngineDeadError
 from octavo.core.entry.front import Front, load_front, load_progress
-from octavo.core.entry.inputs import InputProcessor, Prompt, PromptInput, sampling_defaults
+from octavo.core.entry.inputs import (
+    Conversation,
+    InputProcessor,
+    Prompt,
+    PromptInput,
+    sampling_defaults,
+)
 from octavo.core.loading.progress import Progress
 from octavo.core.loading.tokenizer import Tokenizer
 from octavo.core.output import OutputProcessor, SampleId, merge_outputs
@@ -238,6 +244,13 @@ class AsyncLLM:
             )
         return self.inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
 
+    async def render_chat(self, messages: Conversation, **options: Any) -> Prompt:
+        """`InputProcessor.chat`, in a thread when the conversation is long."""
+        length = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
+        if length >= LONG_PROMPT_CHARACTERS:
+            return await asyncio.to_thread(self.inputs.chat, messages, **options)
+        return self.inputs.chat(messages, **options)
+
     async def generate(
         self,
         prompt: PromptInput | Prompt,
@@ -246,7 +259,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt, yielding what `sampling_params.output_kind` asks for.
 
         `request_id` is the caller's name for the request: outputs carry it and `abort` takes it; it

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from octavo.core.config import ConfigError
 from octavo.core.entry import messages
@@ -124,8 +124,7 @@ class EngineClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is open."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the engine."""

@@ -161,20 +161,20 @@ class InputProcessor:
             )
         return ids
 
-    def check_ids(self, ids: Sequence[Any]) -> list[int]:
-        """The ids as a list.
+    def check_ids(self, ids: Sequence[Any], param: str = "prompt") -> list[int]:
+        """The ids as a list; `param` is what an error names.
 
         Raises:
             ParamError: none at all, or one that is no token of this model.
         """
         if len(ids) == 0:
-            raise ParamError("prompt", "the prompt is empty: give at least one token")
+            raise ParamError(param, f"{param} is empty: give at least one token")
         top = self.vocab_size
         for token in ids:
             if type(token) is not int or not 0 <= token < top:
                 raise ParamError(
-                    "prompt",
-                    f"the prompt has token id {token!r}; this model's ids are 0 to {top - 1}",
+                    param,
+                    f"{param} has token id {token!r}; this model's ids are 0 to {top - 1}",
                 )
         return list(ids)
 
