@@ -16,6 +16,19 @@ from octavo.core.types import Batch
 if TYPE_CHECKING:
     import torch
 
+    from octavo.core import ops as portable
+else:
+
+    class _Portable:
+        """`octavo.core.ops`, imported (and torch with it) when first used."""
+
+        def __getattr__(self, name):
+            from octavo.core import ops
+
+            return getattr(ops, name)
+
+    portable = _Portable()
+
 API_VERSION = (1, 0)
 """(major, minor) of this contract. A plug-in of another major is refused; a newer minor warns."""
 
@@ -236,31 +249,31 @@ class Ops:
 
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes that one block of one layer of the group takes."""
-        return _portable().kv_block_bytes(spec, block_size)
+        return portable.kv_block_bytes(spec, block_size)
 
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[Handle]:
         """One handle per layer, in layer order."""
-        return _portable().alloc_kv(self.device, groups, num_blocks, block_size)
+        return portable.alloc_kv(self.device, groups, num_blocks, block_size)
 
     def write_kv(
         self, handle: Handle, k: torch.Tensor, v: torch.Tensor, meta: Inputs, group: int = 0
     ) -> Handle:
         """Stores k [T, Hkv, D] and v [T, Hkv, Dv] at `meta`'s slots; a slot of -1 is skipped."""
-        return _portable().write_kv(handle, k, v, meta, group)
+        return portable.write_kv(handle, k, v, meta, group)
 
     def copy_blocks(self, handles: list[Handle], pairs: Sequence[tuple[int, int]]) -> list[Handle]:
         """Copies block a to block b in every layer, for (a, b) in order."""
-        return _portable().copy_blocks(handles, pairs)
+        return portable.copy_blocks(handles, pairs)
 
     def export_blocks(self, handles: list[Handle], ids: Sequence[int]) -> torch.Tensor:
         """The named blocks of all layers as one contiguous host tensor [len(ids), bytes] of uint8."""
-        return _portable().export_blocks(handles, ids)
+        return portable.export_blocks(handles, ids)
 
     def import_blocks(
         self, src: torch.Tensor, handles: list[Handle], ids: Sequence[int]
     ) -> list[Handle]:
         """The inverse of `export_blocks`, into blocks `ids`."""
-        return _portable().import_blocks(src, handles, ids)
+        return portable.import_blocks(src, handles, ids)
 
     # Attention.
 
@@ -281,7 +294,7 @@ class Ops:
         window > 0: a query sees its last `window` positions, itself included. softcap c > 0: scores
         become c·tanh(score/c). sinks [Hq]: an extra logit in the softmax's denominator.
         """
-        return _portable().paged_attention(
+        return portable.paged_attention(
             q, handle, meta, scale=scale, group=group, window=window, softcap=softcap, sinks=sinks
         )
 
@@ -291,11 +304,15 @@ class Ops:
         self, parts: Mapping[str, torch.Tensor], spec: WeightSpec, dtype: str
     ) -> PackedWeight:
         """Lays a weight out once, at load. `parts` are the checkpoint's tensors in `spec`'s order."""
-        return _portable().pack_weight(self.device, parts, spec, dtype)
+        return portable.pack_weight(self.device, parts, spec, dtype)
+
+    def tied_weight(self, packed: PackedWeight, spec: WeightSpec) -> PackedWeight:
+        """The weight `spec` (a head) made from the packed weight it is tied to (an embedding)."""
+        return packed
 
     def embedding(self, ids: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         """ids [T] -> [T, hidden]."""
-        return _portable().embedding(ids, weight)
+        return portable.embedding(ids, weight)
 
     def linear(
         self,
@@ -307,13 +324,13 @@ class Ops:
         lora: Any = None,
     ) -> torch.Tensor:
         """x [T, in] -> [T, out]. reduce="sum" adds the ranks' partial results."""
-        return _portable().linear(x, weight, bias=bias, reduce=reduce, lora=lora)
+        return portable.linear(x, weight, bias=bias, reduce=reduce, lora=lora)
 
     def rms_norm(
         self, x: torch.Tensor, weight: PackedWeight, eps: float, *, offset: float = 0.0
     ) -> torch.Tensor:
         """x / rms(x) · (offset + weight) over the last dimension."""
-        return _portable().rms_norm(x, weight, eps, offset=offset)
+        return portable.rms_norm(x, weight, eps, offset=offset)
 
     def add_rms_norm(
         self,
@@ -325,7 +342,7 @@ class Ops:
         offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(residual + x), residual + x); may reuse both arguments' memory."""
-        return _portable().add_rms_norm(x, residual, weight, eps, offset=offset)
+        return portable.add_rms_norm(x, residual, weight, eps, offset=offset)
 
     def rotary(
         self,
@@ -340,13 +357,13 @@ class Ops:
 
         cos_sin [positions, R] float32 holds R/2 cosines and R/2 sines; the first R of D are rotated.
         """
-        return _portable().rotary(q, k, cos_sin, meta, interleaved=interleaved)
+        return portable.rotary(q, k, cos_sin, meta, interleaved=interleaved)
 
     def act_and_mul(
         self, x: torch.Tensor, kind: Literal["silu", "gelu", "gelu_tanh"]
     ) -> torch.Tensor:
         """x [T, 2n] -> act(x[:, :n]) · x[:, n:]."""
-        return _portable().act_and_mul(x, kind)
+        return portable.act_and_mul(x, kind)
 
     def sample(self, logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
         """logits [L, V] float32 -> tokens [L] int64.
@@ -354,13 +371,7 @@ class Ops:
         Per row: temperature, then top-k, top-p and min-p, then Gumbel-max with noise that depends on
         (seed, counter, vocabulary id) alone. -1 where no token is allowed or a logit is NaN.
         """
-        return _portable().sample(logits, rows)
-
-
-def _portable() -> Any:
-    from octavo.core import ops
-
-    return ops
+        return portable.sample(logits, rows)
 
 
 # --------------------------------------------------------------------------------------- backend

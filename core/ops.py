@@ -74,8 +74,8 @@ def alloc_kv(device: str, groups: Sequence[KVSpec], num_blocks: int, block_size:
         for layer in spec.layers:
             shape = (num_blocks, block_size, spec.kv_heads)
             by_layer[layer] = (
-                torch.zeros(*shape, spec.head_size, dtype=DTYPES[spec.dtype], device=device),
-                torch.zeros(*shape, spec.head_size_v, dtype=DTYPES[spec.dtype], device=device),
+                torch.empty(*shape, spec.head_size, dtype=DTYPES[spec.dtype], device=device),
+                torch.empty(*shape, spec.head_size_v, dtype=DTYPES[spec.dtype], device=device),
             )
     return [by_layer[layer] for layer in sorted(by_layer)]
 
@@ -148,7 +148,7 @@ def paged_attention(
         blocks = meta.block_tables[group][s, : -(-context // block_size)]
         keys = k_cache[blocks].flatten(0, 1)[:context].to(wide)  # [context, Hkv, D]
         values = v_cache[blocks].flatten(0, 1)[:context].to(wide)
-        queries = q[first:last].to(wide).unflatten(1, (kv_heads, q_heads // kv_heads))
+        queries = q[first:last].to(wide).view(last - first, kv_heads, q_heads // kv_heads, -1)
         scores = torch.einsum("qhgd,khd->hgqk", queries, keys) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
@@ -174,8 +174,12 @@ def paged_attention(
 def pack_weight(
     device: str, parts: Mapping[str, torch.Tensor], spec: WeightSpec, dtype: str
 ) -> torch.Tensor:
-    tensors = [parts[name].to(device=device, dtype=DTYPES[dtype]) for name, _ in spec.parts]
-    return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=0)
+    # Always a copy: the parts may be views of a file that is closed after loading.
+    if len(spec.parts) == 1:
+        return (
+            parts[spec.parts[0][0]].to(device=device, dtype=DTYPES[dtype], copy=True).contiguous()
+        )
+    return torch.cat([parts[name].to(device=device, dtype=DTYPES[dtype]) for name, _ in spec.parts])
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -454,9 +454,8 @@ class Scheduler:
             return None
         sequence: Sequence = item.sequence
         entries = result.prompt_logprobs.get(sequence.request.id, [])
-        fresh = entries[max(0, sequence.prompt_logprobs_done - item.start) :]
-        sequence.prompt_logprobs_done += len(fresh)
-        return list(fresh)
+        sequence.prompt_logprobs_done += len(entries)
+        return entries
 
     def _finish(
         self,

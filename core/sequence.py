@@ -87,7 +87,8 @@ class Sequence:
 
     @property
     def blocks(self) -> list[int]:
-        return self.block_table[: self.num_blocks].tolist()
+        blocks: list[int] = self.block_table[: self.num_blocks].tolist()
+        return blocks
 
     @property
     def last_token(self) -> int:

@@ -1,0 +1,54 @@
+"""All that a plug-in author needs, under one import. Importing it imports no torch."""
+
+from __future__ import annotations
+
+from octavo.core.contract import (
+    API_VERSION,
+    Backend,
+    Capabilities,
+    Communicator,
+    Ctx,
+    ExecutionPlan,
+    Handle,
+    Inputs,
+    KVSpec,
+    Lane,
+    Limits,
+    MemoryInfo,
+    ModelShape,
+    Ops,
+    PackedWeight,
+    Probe,
+    Program,
+    SampleInputs,
+    StepOut,
+    WeightSpec,
+)
+from octavo.core.types import Batch
+from octavo.plugins.hookspecs import hookimpl, hookspec
+
+__all__ = [
+    "API_VERSION",
+    "Backend",
+    "Batch",
+    "Capabilities",
+    "Communicator",
+    "Ctx",
+    "ExecutionPlan",
+    "Handle",
+    "Inputs",
+    "KVSpec",
+    "Lane",
+    "Limits",
+    "MemoryInfo",
+    "ModelShape",
+    "Ops",
+    "PackedWeight",
+    "Probe",
+    "Program",
+    "SampleInputs",
+    "StepOut",
+    "WeightSpec",
+    "hookimpl",
+    "hookspec",
+]

@@ -104,7 +104,9 @@ def convert_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     _add_special(tokenizer, file, tokens, [*_CLASS_SPECIALS[family], *named], kind == "gpt2")
     _set_post_processor(
         tokenizer,
-        settings["bos_token"] if file.get("tokenizer.ggml.add_bos_token", kind == "llama") else None,
+        settings["bos_token"]
+        if file.get("tokenizer.ggml.add_bos_token", kind == "llama")
+        else None,
         settings["eos_token"] if file.get("tokenizer.ggml.add_eos_token", False) else None,
     )
     return tokenizer, settings
@@ -228,7 +230,9 @@ def _set_post_processor(tokenizer: Tokenizer, bos: str | None, eos: str | None) 
 
     if bos is None and eos is None:
         return
-    single = " ".join([f"{bos}:0"] * (bos is not None) + ["$A:0"] + [f"{eos}:0"] * (eos is not None))
+    single = " ".join(
+        [f"{bos}:0"] * (bos is not None) + ["$A:0"] + [f"{eos}:0"] * (eos is not None)
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single,
         special_tokens=[(t, tokenizer.token_to_id(t)) for t in (bos, eos) if t is not None],

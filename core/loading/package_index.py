@@ -270,7 +270,9 @@ def _open(url: str, settings: IndexSettings, headers: dict[str, str]) -> Any:
     if parts.username is not None:  # credentials in an index URL are sent as basic authentication
         import base64
 
-        pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+        pair = (
+            f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+        )
         headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         url = urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
     context = ssl.create_default_context(cafile=settings.cert) if parts.scheme == "https" else None

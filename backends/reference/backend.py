@@ -1,0 +1,34 @@
+"""The reference backend: portable ops alone, on any torch device. The truth others are compared with."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from octavo.plugins import Backend, Capabilities, Probe
+
+
+class ReferenceBackend(Backend):
+    """`--device reference` runs on the CPU, `--device reference:cuda` on that torch device.
+
+    It overrides nothing: what it computes is what `octavo.core.ops` says.
+    """
+
+    name = "reference"
+    device_types = ("reference",)
+    priority = -1  # never chosen by itself: right, not fast
+
+    def probe(self) -> Probe:
+        if find_spec("torch") is None:
+            return Probe(reason="torch is not installed")
+        return Probe(
+            devices=("reference",), details={"runs on": "any torch device, as reference:cuda"}
+        )
+
+    def capabilities(self, device: str) -> Capabilities:
+        dtypes = ("float32", "float16", "bfloat16")
+        return Capabilities(
+            dtypes=dtypes,
+            kv_dtypes=dtypes,
+            swap=True,
+            ops={"every op": "portable torch"},
+        )

@@ -1,0 +1,145 @@
+"""The step loop: schedule, run, commit. Token ids in, token ids out; one thread at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from octavo.core.scheduler import AbortTarget, Scheduler, SchedulerStats
+from octavo.core.types import (
+    FinishReason,
+    ParamError,
+    Request,
+    RequestRefused,
+    SequenceUpdate,
+    StepPlan,
+    StepResult,
+)
+
+logger = logging.getLogger(__name__)
+
+EngineStats = SchedulerStats
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is running, as the start-up banner and the API tell it. `phases` maps each
+    start-up phase to seconds; `notes` holds what the engine chose by itself and why."""
+
+    name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    device_reason: str
+    backend: str
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    num_kv_blocks: int
+    kv_bytes: int
+    weight_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int = 20
+    phases: Mapping[str, float] = {}
+    notes: tuple[str, ...] = ()
+
+
+class StepRunner(Protocol):
+    """What computes a step."""
+
+    def execute(self, step: StepPlan) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+class EngineStuck(RuntimeError):
+    """Requests wait, yet no step can be planned: a fault of the scheduler, never of a request."""
+
+
+class Engine:
+    """Runs requests to their end.
+
+    Args:
+        scheduler: owns sequences and blocks.
+        runner: computes a planned step.
+        info: what is being run.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, info: ModelInfo) -> None:
+        self.scheduler = scheduler
+        self.info = info
+        self._runner = runner
+        self.host_seconds = 0.0  # spent outside the runner, since the start
+        self.runner_seconds = 0.0
+
+    def add(self, request: Request) -> None:
+        """Queues a request; its first step may be the next one.
+
+        Raises:
+            ParamError: a parameter this model cannot take; RequestRefused: it could never run here.
+        """
+        params, vocab = request.params, self.info.vocab_size
+        params.check_vocabulary(vocab)
+        if wrong := [t for t in request.prompt_token_ids if not 0 <= t < vocab]:
+            raise ParamError(
+                "prompt", f"prompt has token id {wrong[0]}; this model's ids are 0 to {vocab - 1}"
+            )
+        limit = self.info.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and limit >= 0 and not 0 <= asked <= limit:
+                raise RequestRefused(
+                    name, f"{name}={asked} exceeds the engine's limit of {limit} (--max-logprobs)"
+                )
+        self.scheduler.add(request)
+
+    def abort(
+        self, targets: Iterable[AbortTarget], reason: FinishReason = "abort"
+    ) -> list[SequenceUpdate]:
+        """Ends requests (by id) or samples of them (by (id, index)) and frees their blocks at once.
+
+        Returns their final updates. Unknown targets are ignored: they may just have finished.
+        """
+        return self.scheduler.abort(targets, reason)
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    def step(self) -> list[SequenceUpdate]:
+        """Runs one step and returns what it brought. A step that fails ends its own requests with
+        finish reason "error"; the others go on.
+
+        Raises:
+            EngineStuck: unfinished requests, but no step to run.
+        """
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            if self.scheduler.has_unfinished():
+                raise EngineStuck(f"no step can be planned: {self.scheduler.stats()}")
+            return []
+        planned = time.perf_counter()
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step)
+            return self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
+        ran = time.perf_counter()
+        updates = self.scheduler.commit(plan, result)
+        self.runner_seconds += ran - planned
+        self.host_seconds += (planned - started) + (time.perf_counter() - ran)
+        return updates
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats()
+
+    def shutdown(self) -> None:
+        """Ends every request and lets the weights go."""
+        self.scheduler.abort([s.request.id for s in list(self.scheduler.sequences())])
+        self._runner.close()

@@ -1,0 +1,340 @@
+"""Where `--device` and MODEL become a running engine: the one place that knows all the rooms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.bad_words import VocabularyIndex
+from octavo.core.blocks import BlockManager
+from octavo.core.config import ConfigError, EngineConfig
+from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
+from octavo.core.engine import Engine, ModelInfo
+from octavo.core.loading.files import ModelFiles
+from octavo.core.loading.progress import Progress, SilentProgress
+from octavo.core.models.base import ARCHITECTURES, Model, model_class
+from octavo.core.scheduler import Scheduler, SchedulerLimits
+from octavo.plugins.manager import Resolved, plugins
+
+if TYPE_CHECKING:
+    from octavo.core.loading.weights import WeightSource
+
+DEFAULT_KV_BYTES = 4 << 30
+DEFAULT_KV_FRACTION = 0.5
+
+
+@dataclass
+class _Phases:
+    """How long each phase of a start took, in seconds."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def resolve_device(word: str) -> Resolved:
+    """The backend behind a `--device` word. Raises ConfigError."""
+    return plugins().resolve(word)
+
+
+def resolve_model(config: EngineConfig, progress: Progress | None = None) -> ModelFiles:
+    """MODEL as local files, through a plug-in's source if one knows it, else folder, file, hub or package."""
+    from octavo.core.loading.sources import resolve
+
+    cache_dir = config.cache_path()
+    found = plugins().model_source(config.model, config.revision, cache_dir)
+    if found is not None:
+        return found
+    return resolve(config.model, revision=config.revision, cache_dir=cache_dir, progress=progress)
+
+
+def build_engine(
+    config: EngineConfig, *, files: ModelFiles | None = None, progress: Progress | None = None
+) -> Engine:
+    """Loads a model on a device and returns the engine that runs it.
+
+    Raises:
+        ConfigError, ModelError: what was asked, what is possible, and what to change.
+    """
+    progress = progress or SilentProgress()
+    phases = _Phases()
+    with phases("find device"):
+        resolved = resolve_device(config.device)
+    backend, device = resolved.backend, resolved.device
+    with phases("find model"):
+        files = files or resolve_model(config, progress)
+    with phases("import torch"):
+        import torch  # noqa: F401  # timed apart: it is most of a warm start
+    with phases("read config"):
+        model_config, eos = _read_config(files)
+        cls = model_class(model_config, {**ARCHITECTURES, **plugins().models()})
+        dtype, kv_dtype = _dtypes(config, model_config, backend, device, phases)
+        shape = cls.shape(model_config, kv_dtype)
+        limits = _limits(config, shape, dtype, kv_dtype, phases)
+        plan = _validated(backend.plan(shape, device, limits), shape, backend, device, config)
+        backend.start(device, limits)
+        ops = backend.ops(device)
+        model = cls(model_config, shape, ops)
+    with phases("load weights"):
+        weights, weight_bytes = _load_weights(
+            model, files, ops, dtype, limits.max_model_len, progress
+        )
+    with phases("allocate KV cache"):
+        num_blocks, block_bytes = _size_kv(config, plan, shape, ops, backend, device, limits)
+        max_len = _context(config, limits, plan, num_blocks, phases)
+        kv = ops.alloc_kv(shape.kv, num_blocks, plan.block_size)
+    lane = plan.lanes[0]
+    scheduler = Scheduler(
+        BlockManager(num_blocks, plan.block_size, config.enable_prefix_caching),
+        SchedulerLimits(
+            max_num_seqs=min(config.max_num_seqs, lane.max_seqs),
+            max_num_batched_tokens=lane.max_tokens,
+            max_model_len=max_len,
+            max_logits_rows=plan.max_logits_rows,
+            chunk_multiple=lane.chunk_multiple,
+            fcfs_only=config.scheduling_policy == "fcfs",
+        ),
+        config.seed,
+    )
+    from octavo.core.runner import Runner
+
+    with phases("warm up"):
+        runner = Runner(
+            backend, device, ops, plan, model, weights, kv, _vocabulary(files), len(shape.kv)
+        )
+    info = ModelInfo(
+        name=files.name,
+        architecture=cls.__name__,
+        max_model_len=max_len,
+        vocab_size=shape.vocab_size,
+        eos_token_ids=eos,
+        device=device,
+        device_reason=resolved.reason,
+        backend=backend.name,
+        dtype=dtype,
+        kv_dtype=plan.kv_dtype,
+        block_size=plan.block_size,
+        num_kv_blocks=num_blocks,
+        kv_bytes=num_blocks * block_bytes,
+        weight_bytes=weight_bytes,
+        max_num_seqs=scheduler.limits.max_num_seqs,
+        max_num_batched_tokens=lane.max_tokens,
+        max_logprobs=config.max_logprobs,
+        phases=phases.seconds,
+        notes=tuple(phases.notes),
+    )
+    return Engine(scheduler, runner, info)
+
+
+def _read_config(files: ModelFiles) -> tuple[dict[str, Any], tuple[int, ...]]:
+    from octavo.core.loading.hf_config import eos_token_ids, load_config, load_generation_config
+
+    config = load_config(files)
+    return config, eos_token_ids(config, load_generation_config(files))
+
+
+def _dtypes(
+    config: EngineConfig,
+    model_config: Mapping[str, Any],
+    backend: Backend,
+    device: str,
+    phases: _Phases,
+) -> tuple[str, str]:
+    capabilities = backend.capabilities(device)
+    dtype = config.dtype
+    if dtype == "auto":
+        stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
+        stored = stored.removeprefix("torch.")
+        dtype = stored if stored in capabilities.native_dtypes else "float32"
+        if dtype != stored:
+            phases.notes.append(
+                f"dtype float32: the checkpoint's {stored} is not native to {device}"
+            )
+    if dtype not in capabilities.dtypes:
+        raise ConfigError(
+            f"--dtype {dtype} is not offered by {device}; it has {', '.join(capabilities.dtypes)}"
+        )
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    if kv_dtype not in capabilities.kv_dtypes:
+        raise ConfigError(
+            f"--kv-cache-dtype {kv_dtype} is not offered by {device}; it has {', '.join(capabilities.kv_dtypes)}"
+        )
+    return dtype, kv_dtype
+
+
+def _limits(
+    config: EngineConfig, shape: ModelShape, dtype: str, kv_dtype: str, phases: _Phases
+) -> Limits:
+    longest = config.max_model_len or shape.max_position
+    if longest > shape.max_position:
+        raise ConfigError(
+            f"--max-model-len {longest} exceeds the model's {shape.max_position} positions; "
+            f"use at most {shape.max_position}"
+        )
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=longest,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        threads=config.threads,
+    )
+
+
+def _validated(
+    plan: ExecutionPlan, shape: ModelShape, backend: Backend, device: str, config: EngineConfig
+) -> ExecutionPlan:
+    """A backend proposes a plan; this says whether it can be carried out."""
+    capabilities = backend.capabilities(device)
+    who = f"backend {backend.name!r} on {device}"
+    if plan.block_size not in capabilities.block_sizes:
+        sizes = ", ".join(map(str, capabilities.block_sizes))
+        raise ConfigError(
+            f"--block-size {plan.block_size} is not offered by {device}; it has {sizes}"
+        )
+    if config.block_size is not None and plan.block_size != config.block_size:
+        raise ConfigError(
+            f"{who} cannot use --block-size {config.block_size} for this model; it proposes {plan.block_size}"
+        )
+    for spec in shape.kv:
+        for size in {spec.head_size, spec.head_size_v}:
+            if capabilities.refuses_head_size(size):
+                low, high, step = capabilities.head_sizes
+                raise ConfigError(
+                    f"{who} has no attention for head size {size}; it takes multiples of {step} "
+                    f"from {low} to {high}. --device reference takes any"
+                )
+    if len(plan.lanes) != 1 or "mixed" not in plan.lanes[0].kinds:
+        raise ConfigError(
+            f"{who} asks for lanes that this engine cannot schedule yet: {plan.lanes}"
+        )
+    if (plan.layout, plan.world_size) != ("ranks", 1):
+        raise ConfigError(
+            f"{who} asks for {plan.world_size} ranks ({plan.layout}); this engine runs one"
+        )
+    return plan
+
+
+def _load_weights(
+    model: Model, files: ModelFiles, ops: Ops, dtype: str, max_positions: int, progress: Progress
+) -> tuple[dict[str, Any], int]:
+    from octavo.core.loading.weights import check_names, open_weights
+
+    source = open_weights(files)
+    try:
+        specs = list(model.specs())
+        expected = {name: shape for spec in specs for name, shape in spec.parts}
+        check_names(expected, source.names(), ignore=_ignorable(model, source, expected))
+        task = progress.task("loading weights", len(specs))
+        weights: dict[str, Any] = {}
+        packed: dict[str, Any] = {}
+        size = 0
+        for spec in specs:
+            parts = (
+                {} if spec.alias in packed else {name: source.get(name) for name, _ in spec.parts}
+            )
+            if (
+                spec.alias in packed
+            ):  # tied: one tensor serves both, unless its backend lays them out apart
+                weights[spec.name] = ops.tied_weight(packed[spec.alias], spec)
+            else:
+                weights[spec.name] = packed[spec.name] = ops.pack_weight(parts, spec, dtype)
+                size += _elements(spec.shape)
+            task.advance(1)
+        task.close()
+    finally:
+        source.close()
+    for name, table in model.tables(max_positions).items():
+        weights[name] = table.to(ops.device)
+    return weights, size * {"float32": 4}.get(dtype, 2)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _ignorable(model: Model, source: WeightSource, expected: Mapping[str, Any]) -> list[str]:
+    """Tensors that may stand in a checkpoint unused: old buffers, and a head that is tied."""
+    unused = [n for n in source.names() if n.endswith(model.ignored_tensors)]
+    return unused + ["lm_head.weight"] * ("lm_head.weight" not in expected)
+
+
+def _size_kv(
+    config: EngineConfig,
+    plan: ExecutionPlan,
+    shape: ModelShape,
+    ops: Ops,
+    backend: Backend,
+    device: str,
+    limits: Limits,
+) -> tuple[int, int]:
+    """(blocks, bytes of a block over all layers). Free memory is measured with the weights loaded."""
+    per_block = sum(
+        len(spec.layers) * ops.kv_block_bytes(spec, plan.block_size) for spec in shape.kv
+    )
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks, per_block
+    free = backend.memory(device).free
+    if config.kv_memory is not None:
+        budget = config.kv_memory
+        if budget > free:
+            raise ConfigError(
+                f"--kv-memory {budget:,} bytes exceed the {free:,} bytes free on {device} after loading"
+            )
+    else:
+        budget = int(free * (config.kv_fraction or DEFAULT_KV_FRACTION))
+        if config.kv_fraction is None:
+            budget = min(budget, DEFAULT_KV_BYTES)
+    blocks = budget // per_block
+    most = 1 + limits.max_num_seqs * -(-limits.max_model_len // plan.block_size)
+    blocks = min(blocks, most)  # more could never be used by running sequences
+    if blocks < 2:
+        raise ConfigError(
+            f"{budget:,} bytes hold {blocks} KV blocks of {per_block:,} bytes; at least 2 are needed: "
+            "give more with --kv-memory or --kv-fraction"
+        )
+    return blocks, per_block
+
+
+def _context(
+    config: EngineConfig, limits: Limits, plan: ExecutionPlan, num_blocks: int, phases: _Phases
+) -> int:
+    """The longest sequence: the model's context, or what the KV cache holds when that is less."""
+    pool = (num_blocks - 1) * plan.block_size
+    if limits.max_model_len <= pool:
+        return limits.max_model_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} needs "
+            f"{-(-config.max_model_len // plan.block_size)} KV blocks of {plan.block_size} tokens, the KV cache "
+            f"has {num_blocks - 1}: lower it to {pool}, or give more with --kv-memory"
+        )
+    phases.notes.append(
+        f"max_model_len {pool}: the KV cache holds no more (the model allows {limits.max_model_len})"
+    )
+    return pool
+
+
+def _vocabulary(files: ModelFiles) -> Any:
+    """skip_special -> VocabularyIndex, loading the tokenizer when first asked."""
+
+    @cache
+    def index(skip_special: bool) -> VocabularyIndex:
+        from octavo.core.loading.tokenizer import load_tokenizer
+
+        return VocabularyIndex(load_tokenizer(files).vocabulary_bytes(skip_special))
+
+    return index

@@ -1,0 +1,75 @@
+"""What the runner asks of a model, and the registry of architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.config import ConfigError, nearest
+from octavo.core.contract import Ctx, KVSpec, ModelShape, Ops
+from octavo.core.layers.module import Module
+
+if TYPE_CHECKING:
+    import torch
+
+ARCHITECTURES: dict[str, str] = {
+    "LlamaForCausalLM": "octavo.core.models.llama:Llama",
+    "MistralForCausalLM": "octavo.core.models.llama:Mistral",
+    "Qwen2ForCausalLM": "octavo.core.models.llama:Qwen2",
+}
+"""Hugging Face architecture name -> "module:class". Plug-ins add to a copy of it."""
+
+
+class Model(Module):
+    """A decoder that turns a batch's tokens into hidden states, and hidden states into logits.
+
+    A subclass builds its parts in `__init__`. Names of weights are those of Hugging Face checkpoints.
+    """
+
+    ignored_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Ends of tensor names that a checkpoint may hold and nobody needs."""
+
+    def __init__(self, config: Mapping[str, Any], shape: ModelShape, ops: Ops) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def shape(cls, config: Mapping[str, Any], kv_dtype: str) -> ModelShape:
+        """What a backend may know before weights are read."""
+        raise NotImplementedError
+
+    def tables(self, max_positions: int) -> dict[str, torch.Tensor]:
+        """Computed constants that stand among the weights, such as rotary tables."""
+        return {}
+
+    def hidden(self, ctx: Ctx) -> torch.Tensor:
+        """[T, hidden] for `ctx.meta.token_ids` [T]."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor, ctx: Ctx) -> torch.Tensor:
+        """hidden [L, hidden] -> logits [L, vocabulary]."""
+        raise NotImplementedError
+
+
+def model_class(config: Mapping[str, Any], known: Mapping[str, str] = ARCHITECTURES) -> type[Model]:
+    """The class for a config's architecture.
+
+    Raises:
+        ConfigError: an architecture that is not known, with the ones that are.
+    """
+    names = config.get("architectures") or []
+    for name in names:
+        if name in known:
+            module, _, attribute = known[name].partition(":")
+            found: type[Model] = getattr(import_module(module), attribute)
+            return found
+    asked = ", ".join(map(str, names)) or f"none (model_type {config.get('model_type')!r})"
+    hint = nearest(str(names[0]), known) if names else ""
+    raise ConfigError(
+        f"architecture {asked} is not supported{hint}; supported: {', '.join(sorted(known))}"
+    )
+
+
+def full_attention_kv(layers: int, kv_heads: int, head_size: int, dtype: str) -> tuple[KVSpec, ...]:
+    """One KV group in which every layer keeps all tokens."""
+    return (KVSpec(tuple(range(layers)), kv_heads, head_size, head_size, dtype),)

@@ -1,0 +1,165 @@
+"""Llama 2 and 3 (rope scalings, tied embeddings, biases), SmolLM2, and their near kin Mistral (sliding
+window) and Qwen2 (biases on q, k and v)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.config import ConfigError
+from octavo.core.contract import Ctx, ModelShape, Ops
+from octavo.core.layers.decoder import ROTARY, Attention, GatedMLP
+from octavo.core.layers.module import Embedding, Head, Module, RMSNorm
+from octavo.core.models.base import Model, full_attention_kv
+
+if TYPE_CHECKING:
+    import torch
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class Layer(Module):
+    """norm -> attention -> add and norm -> gated feed-forward."""
+
+    def __init__(
+        self, ops: Ops, name: str, attention: Attention, mlp: GatedMLP, hidden: int, eps: float
+    ) -> None:
+        self.attention_norm = RMSNorm(ops, f"{name}.input_layernorm", hidden, eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(ops, f"{name}.post_attention_layernorm", hidden, eps)
+        self.mlp = mlp
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ctx: Ctx
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual, x = x, self.attention_norm(x, ctx)
+        else:
+            x, residual = self.attention_norm.add(x, residual, ctx)
+        x = self.attention(x, ctx)
+        x, residual = self.mlp_norm.add(x, residual, ctx)
+        return self.mlp(x, ctx), residual
+
+
+class Llama(Model):
+    """The Llama architecture."""
+
+    prefix = "model"
+
+    def __init__(self, config: Mapping[str, Any], shape: ModelShape, ops: Ops) -> None:
+        act = _ACTIVATIONS.get(config.get("hidden_act", "silu"))
+        if act is None:
+            raise ConfigError(
+                f"hidden_act {config['hidden_act']!r} is not one of {', '.join(_ACTIVATIONS)}"
+            )
+        self._config, self._shape = config, shape
+        hidden, eps, name = shape.hidden_size, float(config.get("rms_norm_eps", 1e-6)), self.prefix
+        qkv_bias, out_bias = self.attention_biases(config)
+        self.embedding = Embedding(ops, f"{name}.embed_tokens", shape.vocab_size, hidden)
+        self.layers = [
+            Layer(
+                ops,
+                f"{name}.layers.{i}",
+                Attention(
+                    ops,
+                    f"{name}.layers.{i}.self_attn",
+                    i,
+                    hidden=hidden,
+                    q_heads=shape.q_heads,
+                    kv_heads=shape.kv_heads,
+                    head_size=shape.head_size,
+                    window=self.window(config, i),
+                    qkv_bias=qkv_bias,
+                    out_bias=out_bias,
+                ),
+                GatedMLP(
+                    ops,
+                    f"{name}.layers.{i}.mlp",
+                    hidden=hidden,
+                    intermediate=int(config["intermediate_size"]),
+                    act=act,  # type: ignore[arg-type]  # mypy widens the table's literals
+                    bias=bool(config.get("mlp_bias", False)),
+                ),
+                hidden,
+                eps,
+            )
+            for i in range(shape.num_layers)
+        ]
+        self.norm = RMSNorm(ops, f"{name}.norm", hidden, eps)
+        tied = bool(config.get("tie_word_embeddings", False))
+        self.head = Head(ops, "lm_head", self.embedding, shape.vocab_size, hidden, tied)
+
+    def attention_biases(self, config: Mapping[str, Any]) -> tuple[bool, bool]:
+        """Whether q, k and v, and whether the output projection, have biases."""
+        bias = bool(config.get("attention_bias", False))
+        return bias, bias
+
+    def window(self, config: Mapping[str, Any], layer: int) -> int:
+        """How many last positions layer `layer` sees; 0 for all."""
+        return 0
+
+    @classmethod
+    def shape(cls, config: Mapping[str, Any], kv_dtype: str) -> ModelShape:
+        hidden, q_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or q_heads)
+        head_size = int(config.get("head_dim") or hidden // q_heads)
+        layers, vocab = int(config["num_hidden_layers"]), int(config["vocab_size"])
+        attention = hidden * head_size * (2 * q_heads + 2 * kv_heads)
+        parameters = (
+            layers * (attention + 3 * hidden * int(config["intermediate_size"])) + vocab * hidden
+        )
+        if not config.get("tie_word_embeddings", False):
+            parameters += vocab * hidden
+        return ModelShape(
+            architecture=cls.__name__,
+            num_layers=layers,
+            hidden_size=hidden,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            vocab_size=vocab,
+            max_position=int(config.get("max_position_embeddings", 2048)),
+            num_parameters=parameters,
+            kv=full_attention_kv(layers, kv_heads, head_size, kv_dtype),
+        )
+
+    def tables(self, max_positions: int) -> dict[str, torch.Tensor]:
+        from octavo.core.layers.rotary import rope_parameters, rotary_table
+
+        return {
+            ROTARY: rotary_table(
+                rope_parameters(self._config), self._shape.head_size, max_positions
+            )
+        }
+
+    def hidden(self, ctx: Ctx) -> torch.Tensor:
+        x = self.embedding(ctx.meta.token_ids, ctx)
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, ctx)
+        assert residual is not None
+        return self.norm.add(x, residual, ctx)[0]
+
+    def logits(self, hidden: torch.Tensor, ctx: Ctx) -> torch.Tensor:
+        return self.head(hidden, ctx)
+
+
+class Mistral(Llama):
+    """Llama with a sliding window in every layer when the config names one."""
+
+    def window(self, config: Mapping[str, Any], layer: int) -> int:
+        return int(config.get("sliding_window") or 0)
+
+
+class Qwen2(Llama):
+    """Llama with biases on q, k and v, and a window in the layers that the config's types name."""
+
+    def attention_biases(self, config: Mapping[str, Any]) -> tuple[bool, bool]:
+        return True, False
+
+    def window(self, config: Mapping[str, Any], layer: int) -> int:
+        size = int(config.get("sliding_window") or 0) if config.get("use_sliding_window") else 0
+        types = config.get("layer_types")
+        if types is not None:
+            return size if types[layer] == "sliding_attention" else 0
+        return size if layer >= int(config.get("max_window_layers", 0)) else 0

@@ -1,0 +1,269 @@
+"""Logits -> tokens: what a request asked for, applied to a whole batch at once.
+
+Order, as in vLLM: allowed tokens, bad words, min_tokens and logit_bias, then penalties, then
+temperature, top-k, top-p and min-p, then the draw. Log-probabilities are taken from the raw logits,
+before any of it. A request's random bits depend on (its seed, the index of its output token, the
+vocabulary id) alone, so not on its batch-mates, on chunking or on preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.core.bad_words import BadWords, VocabularyIndex
+from octavo.core.batch import prompt_logprob_rows
+from octavo.core.contract import SampleInputs
+from octavo.core.sequence import Sequence as Seq
+from octavo.core.types import Int64, StepPlan, StepResult, TokenLogprobs
+
+_SLICE = 64  # rows of prompt logits normalised at a time: bounds the memory of a float32 copy
+
+
+class Penalties:
+    """Which tokens a sequence holds and how often it put them out; grows by a token at a time."""
+
+    def __init__(self, sequence: Seq) -> None:
+        prompt = sequence.tokens[: sequence.num_prompt]
+        self._place = {int(t): i for i, t in enumerate(np.unique(prompt))}
+        self.ids = list(self._place)
+        self.counts = [0] * len(self.ids)
+        self._seen = sequence.num_prompt
+
+    def advance(self, sequence: Seq) -> None:
+        for token in sequence.tokens[self._seen : sequence.num_tokens].tolist():
+            place = self._place.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.counts.append(0)
+            self.counts[place] += 1
+        self._seen = sequence.num_tokens
+
+
+class DrawState:
+    """What of a sequence's parameters changes logits, prepared once."""
+
+    def __init__(self, sequence: Seq, vocabulary: Callable[[bool], VocabularyIndex]) -> None:
+        params, request = sequence.request.params, sequence.request
+        self.allowed = (
+            _ids(params.allowed_token_ids) if params.allowed_token_ids is not None else None
+        )
+        self.bias = params.logit_bias or None
+        self.bias_ids = _ids(list(self.bias)) if self.bias else None
+        stops = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stops.update(request.eos_token_ids)
+        self.early = _ids(sorted(stops)) if params.min_tokens and stops else None
+        self.bad_words: BadWords | None = None
+        if params.bad_words:
+            words = [word.encode() for word in params.bad_words]
+            self.bad_words = BadWords(words, vocabulary(params.skip_special_tokens))
+        penalised = (
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )
+        self.penalties = Penalties(sequence) if penalised else None
+        self.changes_logits = any(
+            x is not None
+            for x in (self.allowed, self.bias, self.early, self.bad_words, self.penalties)
+        )
+
+
+def _ids(values: Sequence[int]) -> Int64:
+    return np.array(values, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of logits that will be drawn from: sample `sample` places after `sequence`'s own."""
+
+    sequence: Seq
+    sample: int
+
+
+class Sampler:
+    """Draws a step's tokens.
+
+    Args:
+        sample: the compiled sample program, (logits [L, V] float32, SampleInputs) -> tokens [L].
+        device: torch device of the logits.
+        vocabulary: skip_special -> the vocabulary's bytes; called only for bad_words.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[torch.Tensor, SampleInputs], torch.Tensor],
+        device: str,
+        vocabulary: Callable[[bool], VocabularyIndex],
+    ) -> None:
+        self._sample = sample
+        self._device = device
+        self._vocabulary = vocabulary
+
+    def run(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
+        """logits [L, V] belong to `Batch.logits_rows`: rows to draw from, then prompt rows."""
+        rows = [Row(item.sequence, k) for item in plan.items for k in range(item.samples)]
+        drawn = logits[: len(rows)]
+        prompt = self._prompt_logprobs(plan, logits[len(rows) :])
+        if not rows:
+            return StepResult(tokens=np.zeros(0, np.int64), prompt_logprobs=prompt)
+        wanted = [i for i, r in enumerate(rows) if r.sequence.request.params.logprobs is not None]
+        states = [self._state(row.sequence) for row in rows]
+        changed = [i for i, state in enumerate(states) if state.changes_logits]
+        if drawn.dtype != torch.float32:
+            drawn = drawn.float()
+        raw = drawn
+        if changed:
+            raw = drawn.clone() if wanted else drawn
+            self._change(drawn, rows, states, changed)
+        tokens = self._sample(drawn, self._inputs(rows)).cpu().numpy()
+        logprobs: list[TokenLogprobs | None] = []
+        if wanted:
+            logprobs = [None] * len(rows)
+            counts = [rows[i].sequence.request.params.logprobs or 0 for i in wanted]
+            chosen = raw if len(wanted) == len(rows) else raw[_at(wanted, raw)]
+            for i, entry in zip(
+                wanted, token_logprobs(chosen, tokens[wanted], counts), strict=True
+            ):
+                logprobs[i] = entry
+        return StepResult(tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+
+    def _state(self, sequence: Seq) -> DrawState:
+        if sequence.draw_state is None:
+            sequence.draw_state = DrawState(sequence, self._vocabulary)
+        state: DrawState = sequence.draw_state
+        return state
+
+    def _inputs(self, rows: list[Row]) -> SampleInputs:
+        params = [row.sequence.request.params for row in rows]
+        greedy = all(p.greedy for p in params)
+        seeds = np.array([r.sequence.sample_seed(r.sample) for r in rows], np.uint64).view(np.int64)
+
+        def up(values: Any, dtype: Any) -> torch.Tensor:
+            return torch.from_numpy(np.array(values, dtype)).to(self._device)
+
+        return SampleInputs(
+            temperature=up([0.0 if p.greedy else p.temperature for p in params], np.float32),
+            top_k=up([max(0, p.top_k) for p in params], np.int32),
+            top_p=up([p.top_p for p in params], np.float32),
+            min_p=up([p.min_p for p in params], np.float32),
+            seed=up(seeds, np.int64),
+            counter=up([r.sequence.num_output for r in rows], np.int64),
+            all_greedy=greedy,
+        )
+
+    # ------------------------------------------------------------------------ changing logits
+
+    def _change(
+        self, logits: torch.Tensor, rows: list[Row], states: list[DrawState], changed: list[int]
+    ) -> None:
+        for i in changed:
+            state, sequence = states[i], rows[i].sequence
+            row = logits[i]
+            if state.allowed is not None:
+                allowed = torch.from_numpy(state.allowed).to(logits.device)
+                kept = row[allowed].clone()
+                row.fill_(float("-inf"))
+                row[allowed] = kept
+            if state.bad_words is not None:
+                state.bad_words.advance(
+                    sequence.tokens[sequence.num_prompt : sequence.num_tokens].tolist()
+                )
+                row[_at(state.bad_words.banned(), row)] = float("-inf")
+            if state.early is not None and sequence.num_output < sequence.request.params.min_tokens:
+                row[_at(state.early, row)] = float("-inf")
+            if state.bias is not None and state.bias_ids is not None:
+                bias = torch.tensor(
+                    list(state.bias.values()), dtype=torch.float32, device=row.device
+                )
+                row[_at(state.bias_ids, row)] += bias
+        penalised = [i for i in changed if states[i].penalties is not None]
+        if penalised:
+            self._penalise(logits, rows, states, penalised)
+
+    @staticmethod
+    def _penalise(
+        logits: torch.Tensor, rows: list[Row], states: list[DrawState], penalised: list[int]
+    ) -> None:
+        sizes, ids, counts = [], [], []
+        for i in penalised:
+            penalties = states[i].penalties
+            assert penalties is not None
+            penalties.advance(rows[i].sequence)
+            sizes.append(len(penalties.ids))
+            ids.extend(penalties.ids)
+            counts.extend(penalties.counts)
+
+        def spread(name: str) -> torch.Tensor:
+            values = [getattr(rows[i].sequence.request.params, name) for i in penalised]
+            return torch.from_numpy(np.repeat(np.array(values, np.float32), sizes)).to(
+                logits.device
+            )
+
+        row = _at(np.repeat(np.array(penalised, np.int64), sizes), logits)
+        column = _at(_ids(ids), logits)
+        count = torch.tensor(counts, dtype=torch.float32, device=logits.device)
+        repetition = spread("repetition_penalty")
+        values = logits[row, column]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values -= spread("frequency_penalty") * count + spread("presence_penalty") * (count > 0)
+        logits[row, column] = values
+
+    # --------------------------------------------------------------------------- log-probabilities
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, logits: torch.Tensor
+    ) -> dict[str, list[TokenLogprobs]]:
+        found: dict[str, list[TokenLogprobs]] = {}
+        row = 0
+        for item in plan.items:
+            if not item.all_logits:
+                continue
+            sequence: Seq = item.sequence
+            positions = prompt_logprob_rows(item)
+            wanted = sequence.request.params.prompt_logprobs or 0
+            following = sequence.tokens[positions.start + 1 : positions.stop + 1].astype(np.int64)
+            entries: list[TokenLogprobs] = []
+            for at in range(0, len(positions), _SLICE):
+                end = min(at + _SLICE, len(positions))
+                part = logits[row + at : row + end].float()
+                entries.extend(token_logprobs(part, following[at:end], [wanted] * (end - at)))
+            found[sequence.request.id] = entries
+            row += len(positions)
+        return found
+
+
+def _at(index: Any, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(index, np.int64)).to(like.device)
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: Int64, counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Per row of raw logits [L, V] float32: the log-softmax of `tokens[i]`, its rank, and the
+    `counts[i]` most likely tokens (-1: all of them)."""
+    vocab = logits.shape[-1]
+    norm = torch.logsumexp(logits, dim=-1)
+    chosen_at = _at(tokens, logits).clamp_min(0)  # -1, a failed draw, has no log-probability
+    chosen = logits.gather(1, chosen_at[:, None])
+    ranks = ((logits > chosen).sum(-1) + 1).tolist()
+    chosen_logprobs = (chosen[:, 0] - norm).tolist()
+    widest = max(vocab if c < 0 else min(c, vocab) for c in counts)
+    top_ids: list[list[int]] = [[] for _ in counts]
+    top_values: list[list[float]] = [[] for _ in counts]
+    if widest:
+        values, ids = torch.topk(logits, widest, dim=-1)
+        top_ids, top_values = ids.tolist(), (values - norm[:, None]).tolist()
+    return [
+        TokenLogprobs(
+            int(token),
+            chosen_logprobs[i],
+            ranks[i],
+            top_ids[i][: vocab if counts[i] < 0 else counts[i]],
+            top_values[i][: vocab if counts[i] < 0 else counts[i]],
+        )
+        for i, token in enumerate(tokens.tolist())
+    ]

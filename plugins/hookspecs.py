@@ -1,0 +1,37 @@
+"""The hooks a plug-in may implement. Importing this module imports no torch.
+
+A plug-in is a module named by an entry point in group `octavo`; functions marked `@hookimpl` in it
+are its answers. Everything heavy belongs inside the functions, or in what they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pluggy
+
+from octavo.core.contract import Backend
+
+if TYPE_CHECKING:
+    from octavo.core.loading.files import ModelFiles
+
+PROJECT = "octavo"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def octavo_backends() -> Sequence[Backend]:  # type: ignore[empty-body]
+    """Backends this plug-in brings. Constructing one must be cheap and import nothing heavy."""
+
+
+@hookspec
+def octavo_models() -> Mapping[str, str]:  # type: ignore[empty-body]
+    """Model classes by Hugging Face architecture name, as "module:class"; imported when needed."""
+
+
+@hookspec(firstresult=True)
+def octavo_model_source(model: str, revision: str | None, cache_dir: Path) -> ModelFiles | None:
+    """Turns MODEL into local files, or returns None when it is not this plug-in's to find."""

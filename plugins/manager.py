@@ -1,0 +1,241 @@
+"""Finds plug-ins by entry point and keeps a broken one from hurting the others."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from octavo.core.config import ConfigError, nearest
+from octavo.core.contract import API_VERSION, Backend, Probe
+from octavo.plugins import hookspecs
+
+if TYPE_CHECKING:
+    from octavo.core.loading.files import ModelFiles
+
+GROUP = "octavo"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A plug-in, or one backend of it, that cannot be used, and why."""
+
+    plugin: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """A usable backend and who brought it."""
+
+    backend: Backend
+    plugin: str
+    distribution: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """One line of `octavo devices`: a device word, the backend behind it, and what was found."""
+
+    word: str
+    backend: str
+    plugin: str
+    distribution: str
+    priority: int
+    devices: tuple[str, ...]
+    reason: str
+    details: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What `--device` came to, and why."""
+
+    backend: Backend
+    device: str
+    reason: str
+
+
+class Plugins:
+    """All plug-ins of an environment.
+
+    Args:
+        entry_points: those of group `octavo`; given in tests, else the environment's.
+    """
+
+    def __init__(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
+        self.problems: list[Problem] = []
+        self.warnings: list[str] = []
+        self.backends: list[BackendEntry] = []
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        points = metadata.entry_points(group=GROUP) if entry_points is None else entry_points
+        for point in sorted(points, key=lambda p: p.name):
+            self._load(point)
+        self._report_clashes()
+
+    def _load(self, point: metadata.EntryPoint) -> None:
+        where = f"{point.name} ({point.value})"
+        try:
+            module = point.load()
+            self._manager.register(module, name=point.name)
+            hooks = {h.name: h for h in self._manager.get_hookcallers(module) or ()}
+            if not hooks:
+                raise ConfigError(
+                    "it implements no hook of Octavo's (see octavo.plugins.hookspecs)"
+                )
+            unknown = [n for n in vars(module) if n.startswith("octavo_") and n not in hooks]
+            if unknown:
+                known = [n for n in dir(hookspecs) if n.startswith("octavo_")]
+                self.warnings.append(
+                    f"plug-in {where}: {unknown[0]} is no hook{nearest(unknown[0], known)}"
+                )
+            implementation = getattr(module, "octavo_backends", None)
+            for backend in implementation() if implementation is not None else ():
+                self._accept(backend, point)
+        except Exception as error:
+            if self._manager.has_plugin(point.name):
+                self._manager.unregister(name=point.name)
+            self.problems.append(Problem(where, f"{type(error).__name__}: {error}"))
+
+    def _accept(self, backend: Backend, point: metadata.EntryPoint) -> None:
+        if not isinstance(backend, Backend):
+            raise ConfigError(
+                f"octavo_backends returned {backend!r}, which is no octavo.plugins.Backend"
+            )
+        if not backend.name or not backend.device_types:
+            raise ConfigError(f"{type(backend).__name__} needs a name and at least one device type")
+        major, minor = backend.api_version
+        if major != API_VERSION[0]:
+            raise ConfigError(
+                f"backend {backend.name!r} is built for contract {major}.{minor}; this engine has "
+                f"{API_VERSION[0]}.{API_VERSION[1]}: use a release of it built for contract {API_VERSION[0]}"
+            )
+        if minor > API_VERSION[1]:
+            self.warnings.append(
+                f"backend {backend.name!r} is built for the newer contract {major}.{minor} "
+                f"(this engine has {API_VERSION[0]}.{API_VERSION[1]}); what is new there is not used"
+            )
+        distribution = point.dist.name if point.dist is not None else "unknown"
+        self.backends.append(BackendEntry(backend, point.name, distribution))
+
+    def _report_clashes(self) -> None:
+        for word, entries in self._by_word().items():
+            if len(entries) > 1:
+                names = ", ".join(
+                    f"{e.backend.name} (priority {e.backend.priority})" for e in entries
+                )
+                self.warnings.append(
+                    f"device word {word!r} is claimed by {names}; the first one gets it"
+                )
+
+    def _by_word(self) -> dict[str, list[BackendEntry]]:
+        words: dict[str, list[BackendEntry]] = {}
+        for entry in sorted(self.backends, key=lambda e: (-e.backend.priority, e.backend.name)):
+            for word in entry.backend.device_types:
+                words.setdefault(word, []).append(entry)
+        return words
+
+    # ---------------------------------------------------------------------------------- asking
+
+    def models(self) -> dict[str, str]:
+        """Architectures that plug-ins add, as "module:class"."""
+        found: dict[str, str] = {}
+        for answer in self._manager.hook.octavo_models():
+            found.update(answer)
+        return found
+
+    def model_source(self, model: str, revision: str | None, cache_dir: Path) -> ModelFiles | None:
+        """Files from the first plug-in that knows MODEL, or None."""
+        hook = self._manager.hook.octavo_model_source
+        files: ModelFiles | None = hook(model=model, revision=revision, cache_dir=cache_dir)
+        return files
+
+    def devices(self) -> list[DeviceRow]:
+        """Every device word with what its backend's probe found, best priority first."""
+        rows = []
+        for entry in sorted(self.backends, key=lambda e: (-e.backend.priority, e.backend.name)):
+            probe = safe_probe(entry.backend)
+            for word in entry.backend.device_types:
+                rows.append(
+                    DeviceRow(
+                        word=word,
+                        backend=entry.backend.name,
+                        plugin=entry.plugin,
+                        distribution=entry.distribution,
+                        priority=entry.backend.priority,
+                        devices=probe.devices,
+                        reason=probe.reason,
+                        details=dict(probe.details),
+                    )
+                )
+        return rows
+
+    def resolve(self, word: str) -> Resolved:
+        """The backend for a `--device` word, which may carry a torch device: `reference:cuda`.
+
+        Raises:
+            ConfigError: nobody knows the word, or its backend finds no device; says what there is.
+        """
+        words = self._by_word()
+        if word == "auto":
+            return self._automatic(words)
+        name = word if word in words else word.partition(":")[0]
+        if name not in words:
+            broken = "".join(
+                f"\n  plug-in {p.plugin} could not be used: {p.reason}" for p in self.problems
+            )
+            raise ConfigError(
+                f"no backend takes --device {word!r}{nearest(word, words)}; "
+                f"device words here: auto, {', '.join(sorted(words))}{broken}"
+            )
+        backend = words[name][0].backend
+        probe = safe_probe(backend)
+        if not probe.devices:
+            raise ConfigError(
+                f"--device {word!r}: backend {backend.name!r} has no device: {probe.reason}"
+            )
+        return Resolved(backend, word, f"--device {word} was asked for")
+
+    def _automatic(self, words: dict[str, list[BackendEntry]]) -> Resolved:
+        passed: list[str] = []
+        for word, entries in words.items():
+            backend = entries[0].backend
+            if backend.priority < 0:
+                continue
+            probe = safe_probe(backend)
+            if probe.devices:
+                why = "; ".join([f"highest priority ({backend.priority}) with a device", *passed])
+                return Resolved(backend, word, why)
+            passed.append(f"not {word}: {probe.reason}")
+        raise ConfigError(
+            "no backend found a device: " + ("; ".join(passed) or "none is installed")
+        )
+
+
+def safe_probe(backend: Backend) -> Probe:
+    """`backend.probe()`, with an exception turned into the reason for having no device."""
+    try:
+        return backend.probe()
+    except Exception as error:
+        return Probe(reason=f"its probe failed: {type(error).__name__}: {error}")
+
+
+@functools.cache
+def plugins() -> Plugins:
+    """The environment's plug-ins, found once. Each warning is issued once, as a `RuntimeWarning`."""
+    found = Plugins()
+    for text in found.warnings:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return found
+
+
+def describe(row: DeviceRow) -> dict[str, Any]:
+    """A device row as plain data, for JSON."""
+    return {name: getattr(row, name) for name in DeviceRow.__slots__}
