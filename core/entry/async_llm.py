@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from octavo.core.config import DEFAULT_MODEL, EngineConfig
+from octavo.core.engine import ModelInfo
 from octavo.core.entry import messages
 from octavo.core.entry.engine_client import DEFAULT_FACTORY, EngineClient, EngineDeadError
 from octavo.core.entry.front import Front, load_front, load_progress
@@ -123,7 +124,7 @@ class AsyncLLM:
         self._stats: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._tokens = itertools.count()
         self._front: Front | None = None
-        self._info: messages.ModelInfo | None = None
+        self._info: ModelInfo | None = None
         self._input: InputProcessor | None = None
         self._output: OutputProcessor | None = None
 
@@ -187,7 +188,7 @@ class AsyncLLM:
             raise EngineDeadError("the model is still loading")
 
     @property
-    def info(self) -> messages.ModelInfo:
+    def info(self) -> ModelInfo:
         """The engine's facts: context length, device and why, dtype, KV blocks, start-up phases."""
         assert self._info is not None, "await start() first"
         return self._info

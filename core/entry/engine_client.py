@@ -14,6 +14,7 @@ import sys
 from typing import Any, Protocol, cast
 
 from octavo.core.config import ConfigError
+from octavo.core.engine import ModelInfo
 from octavo.core.entry import messages
 from octavo.core.loading.progress import Progress, Task
 
@@ -39,10 +40,12 @@ class EngineClient(asyncio.Protocol):
     def __init__(self, listener: Listener, factory: str = DEFAULT_FACTORY) -> None:
         self._listener = listener
         self._factory = factory
+        # Imported while the front is still looking for the model.
+        self._preload = ("torch",) if factory == DEFAULT_FACTORY else ()
         self._frames = messages.Frames()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
-        self._ready: asyncio.Future[messages.ModelInfo] | None = None
+        self._ready: asyncio.Future[ModelInfo] | None = None
         self._progress: Progress | None = None
         self._tasks: dict[int, Task] = {}
         self._failure: messages.Failed | None = None
@@ -58,10 +61,10 @@ class EngineClient(asyncio.Protocol):
         """Starts the process. It imports what it needs and waits for `load`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(  # noqa: ASYNC220  a millisecond, at start-up
+            self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "octavo.core.entry.engine_process"),
-                    *(str(theirs.fileno()), self._factory),
+                    *(str(theirs.fileno()), self._factory, *self._preload),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=2,  # standard error: what a library prints there is no result of ours
@@ -73,7 +76,7 @@ class EngineClient(asyncio.Protocol):
         ours.setblocking(False)
         await loop.create_unix_connection(lambda: self, sock=ours)
 
-    async def load(self, config: dict[str, Any], progress: Progress | None) -> messages.ModelInfo:
+    async def load(self, config: dict[str, Any], progress: Progress | None) -> ModelInfo:
         """Sends the configuration and waits until the engine can take requests.
 
         Raises:

@@ -1,5 +1,5 @@
 """The engine in a process of its own:
-`python -m octavo.core.entry.engine_process <socket fd> <module:function>`.
+`python -m octavo.core.entry.engine_process <socket fd> <module:function> [module to import …]`.
 
 Started as a module and not through multiprocessing, so that a user's script needs no
 `if __name__ == "__main__"` guard and nothing of the parent is copied. The function builds the
@@ -40,16 +40,17 @@ def main() -> None:
     try:
         # Imported before the configuration is there: the parent is looking for the model meanwhile.
         factory = _import_factory(sys.argv[2])
+        for name in sys.argv[3:]:
+            importlib.import_module(name)
         start = messages.decode_start(_read_start(_STDIN))
         threading.Thread(target=_leave_with_parent, args=(_STDIN,), daemon=True).start()
         config = EngineConfig.from_kwargs(**start.config)
         engine = factory(config, progress=_ForwardedProgress(link))
-        info = msgspec.convert(engine.info, messages.ModelInfo, from_attributes=True)
-        link.sendall(messages.encode(messages.Ready(info)))
+        link.sendall(messages.encode(messages.Ready(engine.info)))
         EngineLoop(link, engine).run()
     except ConnectionError:
         sys.exit(1)
-    except BaseException as error:  # noqa: BLE001  whatever it was, the parent must know
+    except BaseException as error:
         _report(link, error)
         sys.exit(1)
 

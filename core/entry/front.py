@@ -33,16 +33,11 @@ def load_front(config: EngineConfig, progress: Progress | None = None) -> Front:
     Raises:
         ModelError: there is no such model, or it is broken.
     """
-    from octavo.core.loading import sources
+    from octavo.core.entry.wiring import resolve_model
     from octavo.core.loading.hf_config import load_generation_config
     from octavo.core.loading.tokenizer import load_tokenizer
 
-    files = sources.resolve(
-        config.model,
-        revision=config.revision,
-        cache_dir=config.cache_path(),
-        progress=progress,
-    )
+    files = resolve_model(config, progress)
     return Front(files.name, load_tokenizer(files), load_generation_config(files), files)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 import msgspec
 
 from octavo.core.config import DEFAULT_MODEL, EngineConfig, prepare_thread_environment
+from octavo.core.engine import ModelInfo
 from octavo.core.entry.front import Front, load_front, load_progress
 from octavo.core.entry.inputs import (
     Conversation,
@@ -46,8 +47,17 @@ class LLM:
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        self._load(EngineConfig.from_kwargs(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """As the constructor, from a configuration."""
+        llm = cls.__new__(cls)
+        llm._load(config)
+        return llm
+
+    def _load(self, config: EngineConfig) -> None:
         prepare_thread_environment()
-        config = EngineConfig.from_kwargs(model=model, **options)
         from octavo.core.entry.wiring import build_engine
 
         progress = load_progress(config)
@@ -92,21 +102,27 @@ class LLM:
             engine.shutdown()
 
     @property
-    def info(self) -> Any:
+    def info(self) -> ModelInfo:
         """The engine's facts: context length, device and why, dtype, KV blocks, start-up phases."""
-        return self._live().info
+        info: ModelInfo = self._live().info
+        return info
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._inputs.tokenizer
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own defaults (its generation_config) over `SamplingParams`' defaults."""
-        return self._inputs.default_params()
+    def get_default_sampling_params(self, **values: Any) -> SamplingParams:
+        """`SamplingParams`' defaults, over them the model's own (its generation_config), over them
+        `values`."""
+        return self._inputs.default_params(**values)
+
+    def tokenize(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
+        """A prompt ready for `generate` and `stream`."""
+        return self._inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
 
     def generate(
         self,
-        prompts: PromptInput | Sequence[PromptInput],
+        prompts: PromptInput | Prompt | Sequence[PromptInput | Prompt],
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
@@ -124,7 +140,9 @@ class LLM:
             ParamError: a prompt or parameter that cannot be used. Nothing has run then, or what ran
                 was aborted; the LLM can be used again.
         """
-        inputs = [self._inputs.tokenize(p) for p in _prompt_list(prompts)]
+        inputs = [
+            p if isinstance(p, Prompt) else self._inputs.tokenize(p) for p in _prompt_list(prompts)
+        ]
         return self._complete(inputs, sampling_params, use_tqdm, priority)
 
     def chat(
@@ -165,7 +183,7 @@ class LLM:
             yield output
 
     def render_chat(self, messages: Conversation, **options: Any) -> Prompt:
-        """A conversation as a prompt for `stream`; `options` as those of `chat`."""
+        """A conversation as a prompt for `generate` and `stream`; `options` as those of `chat`."""
         return self._inputs.chat(messages, **options)
 
     def _live(self) -> Any:
@@ -291,9 +309,9 @@ class _Bar:
             self._progress.update(self._task, advance=1, rate=self._tokens / elapsed)
 
 
-def _prompt_list(prompts: Any) -> list[PromptInput]:
+def _prompt_list(prompts: Any) -> list[PromptInput | Prompt]:
     """One prompt or several, as a list. A list of whole numbers is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping, Prompt)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
         raise ParamError("prompts", f"prompts cannot be of type {type(prompts).__name__}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.core.engine import ModelInfo
 from octavo.core.types import Request, SequenceUpdate
 
 _LENGTH = struct.Struct("<I")
@@ -52,22 +53,6 @@ class Progress(msgspec.Struct, tag=True, array_like=True):
     total: int | None = None
     advance: int = 0
     closed: bool = False
-
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front knows of the engine: `Engine.info`'s attributes, as plain data."""
-
-    name: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    device: str
-    device_reason: str
-    block_size: int
-    num_kv_blocks: int
-    max_num_seqs: int
-    phases: dict[str, float]
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):

@@ -10,13 +10,13 @@ import functools
 import os
 import time
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import tokenizers
 
 from octavo.core.config import ConfigError, EngineConfig
+from octavo.core.engine import ModelInfo
 from octavo.core.entry.front import Front
 from octavo.core.loading.gguf_tokenizer import byte_alphabet
 from octavo.core.loading.tokenizer import Tokenizer
@@ -74,8 +74,14 @@ class NullEngine:
     """`core.engine.Engine`'s surface. OCTAVO_NULL_* in the environment make it slow or fail."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.info = SimpleNamespace(
+        self.info = ModelInfo(
             name="null",
+            architecture="Null",
+            backend="null",
+            kv_dtype="float32",
+            kv_bytes=1,
+            weight_bytes=1,
+            max_num_batched_tokens=512,
             max_model_len=config.max_model_len or 4096,
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),

@@ -60,9 +60,7 @@ class Envelope:
         tail = b',"usage":' + _encode(usage) if has_usage else b""
         return self._head + _encode(choices) + tail + b"}\n\n"
 
-    def whole(
-        self, choices: list[dict[str, Any]], usage: dict[str, Any], **extra: Any
-    ) -> bytes:
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], **extra: Any) -> bytes:
         """The answer of a request that does not stream."""
         return _encode({**self.fields, "choices": choices, "usage": usage, **extra})
 

@@ -28,9 +28,7 @@ _OPEN_PATHS = ("/health", "/ping", "/version")
 def build_app(state: ServerState) -> ASGIApp:
     """The ASGI app. It can be served before the model is loaded: /health is 503 until then."""
 
-    def post(
-        path: str, handler: Callable[[ServerState, bytes], Awaitable[Answer]]
-    ) -> Route:
+    def post(path: str, handler: Callable[[ServerState, bytes], Awaitable[Answer]]) -> Route:
         async def bound(body: bytes) -> Answer:
             return await handler(state, body)
 

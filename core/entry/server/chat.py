@@ -78,9 +78,7 @@ class _ChatAnswer:
         )
         self._usage = Usage()
 
-    async def whole(
-        self, envelope: Envelope, outputs: Outputs
-    ) -> bytes:
+    async def whole(self, envelope: Envelope, outputs: Outputs) -> bytes:
         """One JSON answer."""
         last = None
         async for index, output in outputs:
@@ -111,9 +109,7 @@ class _ChatAnswer:
             return None
         return chat_logprobs(sample.logprobs or (), self._top, self._names)
 
-    async def stream(
-        self, envelope: Envelope, outputs: Outputs
-    ) -> AsyncGenerator[bytes, None]:
+    async def stream(self, envelope: Envelope, outputs: Outputs) -> AsyncGenerator[bytes, None]:
         """Server-sent events: per choice the role, the text as it comes, the finish reason; then
         the usage if asked for, and [DONE]."""
         request = self._request

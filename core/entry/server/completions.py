@@ -112,9 +112,7 @@ class _CompletionAnswer:
         self._choices: dict[int, _Choice] = {}
         self._prompt_logprobs: dict[int, Sequence[LogprobsAt | None]] = {}
 
-    async def whole(
-        self, envelope: Envelope, outputs: Outputs
-    ) -> bytes:
+    async def whole(self, envelope: Envelope, outputs: Outputs) -> bytes:
         """One JSON answer."""
         last: dict[int, RequestOutput] = {}
         async for index, output in outputs:
@@ -127,9 +125,7 @@ class _CompletionAnswer:
         ]
         return envelope.whole(choices, self._usage.json())
 
-    async def stream(
-        self, envelope: Envelope, outputs: Outputs
-    ) -> AsyncGenerator[bytes, None]:
+    async def stream(self, envelope: Envelope, outputs: Outputs) -> AsyncGenerator[bytes, None]:
         """Server-sent events: text as it comes, the finish reason with the last of it; then the
         usage if asked for, and [DONE]."""
         request = self._request
@@ -139,7 +135,9 @@ class _CompletionAnswer:
             events = [
                 envelope.chunk([choice], usage, request.usage_at_end)
                 for choice in (self._choice(index, s, output) for s in output.outputs)
-                if choice["text"] or choice["logprobs"] or choice["finish_reason"]
+                if choice["text"]
+                or choice["logprobs"]
+                or choice["finish_reason"]
                 or choice.get("token_ids")
             ]
             if events:

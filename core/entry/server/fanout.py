@@ -56,5 +56,5 @@ async def _pump(
         async with contextlib.aclosing(stream) as outputs:
             async for output in outputs:
                 queue.put_nowait((index, output))
-    except Exception as error:  # noqa: BLE001  carried to whoever waits
+    except Exception as error:
         queue.put_nowait((index, error))

@@ -32,7 +32,7 @@ _EVENTS = [
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-class ClientGone(Exception):  # noqa: N818  not an error
+class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
 
 
@@ -120,7 +120,7 @@ class Endpoint:
         try:
             answer = await self._handler(body)
             first = None if isinstance(answer, bytes) else await anext(answer)
-        except Exception as error:  # noqa: BLE001  every failure gets its answer
+        except Exception as error:
             await send_error(send, _reported(error))
             return
         if isinstance(answer, bytes):
@@ -131,7 +131,7 @@ class Endpoint:
             await send(_part(first or b""))
             async for events in answer:
                 await send(_part(events))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             await send(_part(b"data: " + _reported(error).body() + b"\n\n"))
         finally:
             with contextlib.suppress(Exception):

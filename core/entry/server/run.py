@@ -16,10 +16,10 @@ from typing import Any
 import uvicorn
 
 from octavo.core.config import ConfigError, EngineConfig
+from octavo.core.engine import ModelInfo
 from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.engine_client import DEFAULT_FACTORY
 from octavo.core.entry.front import load_front
-from octavo.core.entry.messages import ModelInfo
 from octavo.core.entry.server.app import build_app
 from octavo.core.entry.server.state import ServerState
 
