@@ -20,7 +20,19 @@ from octavo.core.loading.errors import CorruptFileError
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 # value type -> struct code: u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _MAX_DIMS = 4
 # ggml type: (elements, bytes) of a block, for F32 F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K BF16
 _BLOCKS = {

@@ -104,7 +104,9 @@ def convert_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     _add_special(tokenizer, file, tokens, [*_CLASS_SPECIALS[family], *named], kind == "gpt2")
     _set_post_processor(
         tokenizer,
-        settings["bos_token"] if file.get("tokenizer.ggml.add_bos_token", kind == "llama") else None,
+        settings["bos_token"]
+        if file.get("tokenizer.ggml.add_bos_token", kind == "llama")
+        else None,
         settings["eos_token"] if file.get("tokenizer.ggml.add_eos_token", False) else None,
     )
     return tokenizer, settings
@@ -130,16 +132,16 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
     )
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     split = _SPLITS[pre]
-    if split is not None:
-        byte_level = pre_tokenizers.Sequence(
+    if split is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(split), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -228,7 +230,9 @@ def _set_post_processor(tokenizer: Tokenizer, bos: str | None, eos: str | None) 
 
     if bos is None and eos is None:
         return
-    single = " ".join([f"{bos}:0"] * (bos is not None) + ["$A:0"] + [f"{eos}:0"] * (eos is not None))
+    single = " ".join(
+        [f"{bos}:0"] * (bos is not None) + ["$A:0"] + [f"{eos}:0"] * (eos is not None)
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single,
         special_tokens=[(t, tokenizer.token_to_id(t)) for t in (bos, eos) if t is not None],

@@ -43,7 +43,11 @@ def eos_token_ids(
     end-of-text) means each of them; the tokenizer's own is the one its chat template writes.
     """
     ids: dict[int, None] = {}
-    for source in (generation_config.get("eos_token_id"), config.get("eos_token_id"), tokenizer_eos):
+    for source in (
+        generation_config.get("eos_token_id"),
+        config.get("eos_token_id"),
+        tokenizer_eos,
+    ):
         for value in source if isinstance(source, list | tuple) else [source]:
             if value is not None:
                 ids[int(value)] = None

@@ -147,9 +147,12 @@ def _best(requirement: Requirement, links: list[WheelLink]) -> WheelLink | None:
     usable = [
         link
         for link in links
-        if requirement.specifier.contains(link.version, prereleases=exact or None)
+        if requirement.specifier.contains(link.version, prereleases=True)
         and (exact or not link.yanked)
     ]
+    # As pip does: a pre-release only when asked for, or when there is nothing else.
+    if not exact:
+        usable = [link for link in usable if not link.version.is_prerelease] or usable
     return max(usable, key=lambda link: (link.version, link.sha256 is not None), default=None)
 
 
@@ -270,7 +273,9 @@ def _open(url: str, settings: IndexSettings, headers: dict[str, str]) -> Any:
     if parts.username is not None:  # credentials in an index URL are sent as basic authentication
         import base64
 
-        pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+        pair = (
+            f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+        )
         headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         url = urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
     context = ssl.create_default_context(cafile=settings.cert) if parts.scheme == "https" else None

@@ -106,7 +106,9 @@ def _hub(model: str, revision: str | None, cache: Path, progress: Progress) -> M
             f"hub model {model!r} has no config.json. If it holds only GGUF files, download one and "
             "give its path."
         )
-    return ModelFiles(model, "folder", folder, model, folder.name, derived_dir=_derived(cache, folder))
+    return ModelFiles(
+        model, "folder", folder, model, folder.name, derived_dir=_derived(cache, folder)
+    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,9 @@ def remove(name: str, cache_dir: Path | None = None) -> list[CachedModel]:
     wanted = re.sub(r"[-_.]+", "-", wanted).lower() if name.startswith(PREFIX) else wanted
     held = cached_models(cache_dir)
     removed = [
-        entry for entry in held if entry.name == wanted and (not version or entry.version == version)
+        entry
+        for entry in held
+        if entry.name == wanted and (not version or entry.version == version)
     ]
     if not removed:
         names = ", ".join(sorted({entry.name for entry in held})) or "nothing"

@@ -48,7 +48,9 @@ class Tokenizer:
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=0) + 1)
+        self.vocab_size = max(
+            backend.get_vocab_size(with_added_tokens=True), max(added, default=0) + 1
+        )
         self.decoder_kind, self.strips_leading_space = _decoder_kind(backend)
         self._bytes_to_char = byte_alphabet()
         self._char_to_byte = {char: byte for byte, char in self._bytes_to_char.items()}
@@ -298,7 +300,9 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"{path} is no tokenizer the tokenizers library reads: {error}") from error
+        raise TokenizerError(
+            f"{path} is no tokenizer the tokenizers library reads: {error}"
+        ) from error
 
 
 def _assemble(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> Tokenizer:
