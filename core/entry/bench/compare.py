@@ -13,6 +13,8 @@ from octavo.core.entry.bench.workload import Item, Workload
 from octavo.core.loading.files import ModelFiles
 
 NUM_COMPARED = 16
+TIE_MARGIN = 1e-3
+"""Logits. Two float32 engines may round differently: below this either choice is right."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def profiled(engine: Engine, outputs: Any, profile: Profile) -> Iterator[None]:
         (outputs, "process", timed("detokenise", outputs.process)),
     ]
     if isinstance(runner, runner_module.Runner):
-        build = runner_module.build_batch
+        build = vars(runner_module)["build_batch"]
         replaced += [
             (runner_module, "build_batch", timed("build batch", build)),
             (runner._backend, "prepare", timed("prepare", runner._backend.prepare)),

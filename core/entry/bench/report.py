@@ -96,7 +96,9 @@ def table(
     workload: Workload, info: ModelInfo, result: Throughput, comparison: Comparison | None
 ) -> str:
     """The run's figures in columns, and beneath them what is needed to judge them."""
-    rows = [("", "requests", "output tok/s", "total tok/s", "wall s", "ratio")]
+    rows: list[tuple[str, ...]] = [
+        ("", "requests", "output tok/s", "total tok/s", "wall s", "ratio")
+    ]
     ratio = "" if comparison is None else _ratio(result, comparison)
     rows.append(_row(f"octavo ({info.device}, {info.dtype})", result, ratio))
     if comparison is not None:

@@ -74,7 +74,10 @@ class Bench:
             )
 
     def run(
-        self, items: Iterable[Item], on_tokens: OnTokens | None = None, profile: Profile | None = None
+        self,
+        items: Iterable[Item],
+        on_tokens: OnTokens | None = None,
+        profile: Profile | None = None,
     ) -> Throughput:
         """Submits all items, runs them to their end with text made of every token, and counts.
 
