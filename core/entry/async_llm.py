@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
 from types import TracebackType
@@ -38,6 +39,8 @@ from octavo.core.types import (
 )
 
 __all__ = ["AsyncLLM", "EngineDeadError"]
+
+log = logging.getLogger("octavo")
 
 LONG_PROMPT_CHARACTERS = 8192
 """Text from this length on is tokenised in a thread: it would hold up the event loop for more than
@@ -355,6 +358,8 @@ class AsyncLLM:
 
     def on_death(self, error: EngineDeadError) -> None:
         """The engine process has ended: nobody may wait for it any longer."""
+        if not error.expected:
+            log.error("%s", error)
         for request_id, stream in self._streams.items():
             if self._output is not None:
                 self._output.discard(request_id)

@@ -23,7 +23,9 @@ _EXIT_SECONDS = 5.0
 
 
 class EngineDeadError(RuntimeError):
-    """The engine process has ended; no request can be served any more."""
+    """The engine process has ended; no request can be served any more. `expected`: it was told to."""
+
+    expected = False
 
 
 class Listener(Protocol):
@@ -171,6 +173,7 @@ class EngineClient(asyncio.Protocol):
         else:
             message = f"the engine process ended unexpectedly{self._exit_words()}"
         self.death = EngineDeadError(message)
+        self.death.expected = self._closing
         if self._ready is not None and not self._ready.done():
             if failure is not None and failure.user_error:
                 self._ready.set_exception(ConfigError(failure.message))

@@ -181,5 +181,6 @@ def banner(info: ModelInfo, names: Sequence[str], address: str, seconds: float) 
             f"  KV cache {info.num_kv_blocks} blocks of {info.block_size}: {held} tokens, "
             f"up to {info.max_num_seqs} sequences at once",
             f"  start-up {seconds:.2f} s ({phases})",
+            *(f"  note     {note}" for note in info.notes),
         )
     )
