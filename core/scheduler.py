@@ -165,11 +165,12 @@ class Scheduler:
         """Tokens that must be in the KV cache: all but the last output token."""
         return max(prompt, max_len - 1)
 
-    def abort(
-        self, targets: Iterable[AbortTarget], reason: FinishReason = "abort"
-    ) -> list[SequenceUpdate]:
-        """Ends requests, or single samples of them, at once. Unknown ones are ignored: they may have
-        finished while the abort was on its way. `reason` is what the metrics count."""
+    def abort(self, targets: Iterable[AbortTarget]) -> list[SequenceUpdate]:
+        """Ends requests (by id), or samples of them that hit a stop string (by (id, index)), at once.
+
+        A whole request ends with finish reason "abort", a sample with "stop". Unknown ones are
+        ignored: they may have finished while the abort was on its way.
+        """
         updates = []
         for target in targets:
             name, index = (target, None) if isinstance(target, str) else target
@@ -178,6 +179,7 @@ class Scheduler:
                 continue
             for sequence in list(group.live.values()):
                 if index is None or sequence.index == index:
+                    reason: FinishReason = "abort" if index is None else "stop"
                     updates.extend(self._finish(sequence, [], reason, None))
         return updates
 
@@ -390,7 +392,7 @@ class Scheduler:
                     updates.extend(
                         self._finish(sequence, [], "length", None, None, prompt_logprobs)
                     )
-                elif prompt_logprobs:
+                elif prompt_logprobs is not None:
                     updates.append(_update(sequence, [], prompt_logprobs=prompt_logprobs))
                 continue
             family = self._fork(sequence, item.samples)
@@ -450,12 +452,14 @@ class Scheduler:
     def _take_prompt_logprobs(
         self, item: ScheduledTokens, result: StepResult
     ) -> list[TokenLogprobs] | None:
+        """Collects what this step computed; the whole list once the prompt is done."""
         if not item.all_logits:
             return None
         sequence: Sequence = item.sequence
-        entries = result.prompt_logprobs.get(sequence.request.id, [])
-        sequence.prompt_logprobs_done += len(entries)
-        return entries
+        if sequence.prompt_logprobs is None:
+            sequence.prompt_logprobs = []
+        sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.request.id, ()))
+        return None if wants_prompt_logprobs(sequence) else sequence.prompt_logprobs
 
     def _finish(
         self,
@@ -558,8 +562,11 @@ class Scheduler:
 def wants_prompt_logprobs(sequence: Sequence) -> bool:
     """Whether prompt log-probabilities are still to be computed: then every row's logits are needed
     and no block may come from the prefix cache."""
-    wanted = sequence.request.params.prompt_logprobs is not None
-    return wanted and sequence.prompt_logprobs_done < sequence.num_prompt - 1
+    if sequence.request.params.prompt_logprobs is None:
+        return False
+    return (
+        sequence.prompt_logprobs is None or sequence.prompt_logprobs_done < sequence.num_prompt - 1
+    )
 
 
 def stop_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
