@@ -78,7 +78,7 @@ def convert_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     """(tokenizer, settings) of an open GGUF file.
 
     settings has the keys of tokenizer_config.json: bos_token, eos_token, unk_token, pad_token (text
-    or None) and chat_template (text or None). Raises TokenizerError for a kind that is not known.
+    or None) and chat_template (text or None), and vocab_size, the number of ids. Raises TokenizerError for a kind that is not known.
     """
     kind = file.get("tokenizer.ggml.model")
     tokens = file.get("tokenizer.ggml.tokens")
@@ -89,6 +89,7 @@ def convert_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
         token_id = file.get(f"tokenizer.ggml.{key}")
         settings[name] = tokens[token_id] if token_id is not None else None
     settings["chat_template"] = file.get("tokenizer.chat_template")
+    settings["vocab_size"] = len(tokens)
     if kind == "gpt2":
         family = "gpt2"
         tokenizer = _byte_level(file, tokens)
