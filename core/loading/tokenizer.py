@@ -387,9 +387,9 @@ def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[DecoderKind, bool]:
     if decoder is None:
         return "generic", False
     state = json.loads(decoder.__getstate__())
-    if state["type"] == "ByteLevel":
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    if [part["type"] for part in parts] == ["ByteLevel"]:
         return "byte_level", False
-    parts = state.get("decoders", []) if state["type"] == "Sequence" else []
     replaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     if parts[:3] == [replaces, {"type": "ByteFallback"}, {"type": "Fuse"}] and parts[3:] in (

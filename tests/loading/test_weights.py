@@ -35,6 +35,28 @@ def test_single_file(tmp_path: Path) -> None:
     source.close()
 
 
+def test_progress_counts_what_was_read(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Seen:
+        def task(self, description: str, total: int | None) -> Seen:
+            seen.append(total or 0)
+            return self
+
+        def advance(self, n: int) -> None:
+            seen.append(-n)
+
+        def close(self) -> None:
+            seen.append(0)
+
+    save_file({"a": torch.ones(4), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    source = open_weights(_files(tmp_path), Seen())
+    for name in source.names():
+        source.get(name)
+    source.close()
+    assert seen[0] == 24 == -sum(seen[1:]) and seen[-1] == 0
+
+
 def _sharded(folder: Path) -> dict[str, str]:
     weight_map = {"x.weight": "model-1.safetensors", "y.weight": "model-2.safetensors"}
     for name, shard in weight_map.items():
