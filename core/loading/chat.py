@@ -73,7 +73,8 @@ def render(
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     plain = _plain(message, "messages")
-    if not isinstance(plain, dict) or not isinstance(plain.get("role"), str):
+    role = plain.get("role") if isinstance(plain, dict) else None
+    if type(role) is not str:
         raise ValueError(f"each message is an object with a role; got {message!r}")
     # Clients send null for what is absent; templates would print it.
     plain = {key: value for key, value in plain.items() if value is not None}

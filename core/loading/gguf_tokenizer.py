@@ -132,16 +132,16 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
     )
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     split = _SPLITS[pre]
-    if split is not None:
-        byte_level = pre_tokenizers.Sequence(
+    if split is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(split), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -216,7 +216,7 @@ def _add_special(
     for token, kind in marked:
         if kind == _CONTROL and (not byte_level or alphabet.issuperset(token)):
             special[token] = None
-        elif kind == _USER_DEFINED:
+        elif kind == _USER_DEFINED and token not in special:
             plain.append(token)
     # A token spelled otherwise in the vocabulary would become a new one past the model's size.
     held = [token for token in special if tokenizer.token_to_id(token) is not None]

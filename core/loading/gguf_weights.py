@@ -67,15 +67,17 @@ class GgufWeights:
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor as float32. Raises WeightsError for a name the file lacks."""
+        import numpy as np
         import torch
 
         if name not in self._sources:
             raise WeightsError(f"{self._file.path} holds no tensor for {name!r}")
         source = self._sources[name]
         entry = self._file.tensors[source]
-        raw = torch.frombuffer(
-            self._file.data, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset
-        )
+        # By way of numpy, whose array keeps the mapping alive; torch.frombuffer would let close()
+        # unmap a tensor that is still in use.
+        view = np.frombuffer(self._file.data, np.uint8, entry.nbytes, entry.offset)
+        raw = torch.from_numpy(view)
         value = dequantize(raw, entry.type, entry.shape)
         if self._arch == "llama" and (".attn_q." in source or ".attn_k." in source):
             key = "num_attention_heads" if ".attn_q." in source else "num_key_value_heads"

@@ -147,9 +147,12 @@ def _best(requirement: Requirement, links: list[WheelLink]) -> WheelLink | None:
     usable = [
         link
         for link in links
-        if requirement.specifier.contains(link.version, prereleases=exact or None)
+        if requirement.specifier.contains(link.version, prereleases=True)
         and (exact or not link.yanked)
     ]
+    # As pip does: a pre-release only when asked for, or when there is nothing else.
+    if not exact:
+        usable = [link for link in usable if not link.version.is_prerelease] or usable
     return max(usable, key=lambda link: (link.version, link.sha256 is not None), default=None)
 
 

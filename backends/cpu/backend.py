@@ -1,0 +1,158 @@
+"""CPUs: the C++ kernels of `octavo.kernels.cpu` behind the contract, torch's own GEMMs beside them.
+
+One pool of threads serves both: the kernels borrow torch's OpenMP threads. Without compiled kernels
+(no compiler at install) the portable ops run, and capabilities, `octavo devices cpu` and the start-up
+banner say so.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.plugins import (
+    Backend,
+    Capabilities,
+    ExecutionPlan,
+    Lane,
+    Limits,
+    ModelShape,
+    Ops,
+    Probe,
+)
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+KERNEL_OPS = (
+    "write_kv",
+    "copy_blocks",
+    "export_blocks",
+    "import_blocks",
+    "paged_attention",
+    "rms_norm",
+    "add_rms_norm",
+    "rotary",
+    "act_and_mul",
+    "sample",
+)
+"""Ops that the C++ library runs; `linear` is torch's, the rest is portable."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def kernels() -> ModuleType:
+    from octavo.kernels import cpu
+
+    return cpu
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """The CPU's feature flags as Linux names them; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def native_dtypes() -> tuple[str, ...]:
+    """Dtypes whose matrix products this CPU has instructions for."""
+    flags = cpu_flags()
+    found = ["float32"]
+    if flags & {"avx512_bf16", "amx_bf16", "bf16"}:
+        found.append("bfloat16")
+    if flags & {"avx512_fp16", "amx_fp16", "asimdhp"}:
+        found.append("float16")
+    return tuple(found)
+
+
+class CpuBackend(Backend):
+    """`--device cpu`: Intel, AMD, ARM and POWER."""
+
+    name = "cpu"
+    device_types = ("cpu",)
+    priority = 10
+
+    def probe(self) -> Probe:
+        if find_spec("torch") is None:
+            return Probe(reason="torch is not installed")
+        lib = kernels()
+        return Probe(
+            devices=("cpu",),
+            details={
+                "machine": platform.machine(),
+                "cores": str(lib.core_count()),
+                "kernels": f"c++ {lib.isa()}"
+                if lib.available()
+                else f"portable: {lib.why_unavailable()}",
+            },
+        )
+
+    def torch_device(self, device: str) -> str:
+        return "cpu"
+
+    def capabilities(self, device: str) -> Capabilities:
+        lib = kernels()
+        if not lib.available():
+            return Capabilities(
+                dtypes=DTYPES,
+                native_dtypes=native_dtypes(),
+                kv_dtypes=DTYPES,
+                swap=True,
+                ops={"every op": "portable torch"},
+                notes={
+                    "kernels": f"not compiled: {lib.why_unavailable()}; install with a C++ compiler for speed"
+                },
+            )
+        return Capabilities(
+            dtypes=DTYPES,
+            native_dtypes=native_dtypes(),
+            kv_dtypes=DTYPES,
+            block_sizes=tuple(range(lib.BLOCK_MULTIPLE, 257, lib.BLOCK_MULTIPLE)),
+            head_sizes=(lib.HEAD_MULTIPLE, 256, lib.HEAD_MULTIPLE),
+            swap=True,
+            ops={
+                "linear": "torch (MKL or oneDNN)",
+                "embedding": "torch",
+                **dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}"),
+            },
+            notes={
+                "kernels": f"{lib.isa()} of {', '.join(lib.isas())}",
+                "threads": lib.threading(),
+            },
+        )
+
+    def plan(self, model: ModelShape, device: str, limits: Limits) -> ExecutionPlan:
+        tokens = limits.max_num_batched_tokens or max(512, limits.max_num_seqs)
+        return ExecutionPlan(
+            block_size=limits.block_size or 16,
+            lanes=(Lane(max_seqs=limits.max_num_seqs, max_tokens=tokens),),
+            dtype=limits.dtype,
+            kv_dtype=limits.kv_dtype,
+        )
+
+    def start(self, device: str, limits: Limits) -> None:
+        import torch
+
+        lib = kernels()
+        threads = limits.threads or lib.core_count()
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if lib.available():
+            lib.set_threads(threads)
+
+    def ops(self, device: str) -> Ops:
+        if not kernels().available():
+            return super().ops(device)
+        from octavo.backends.cpu.ops import CpuOps
+
+        return CpuOps()

@@ -1,0 +1,121 @@
+"""Where a step's time goes: timers around the parts of the engine, put on for one run.
+
+On a device that works asynchronously a part that only starts work looks cheap, and the one that waits
+for it dear; on the CPU each part pays for itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.core import runner as runner_module
+from octavo.core.engine import Engine
+
+HOST_PARTS = ("schedule", "build batch", "sample", "commit", "detokenise")
+"""The engine's own work, as opposed to the model's: the share of it is what is bounded."""
+PARTS = ("schedule", "build batch", "prepare", "forward", "sample", "commit", "detokenise")
+HOST_TARGET, SAMPLE_TARGET = 0.10, 0.05
+
+
+@dataclass
+class StepTimes:
+    """One step: its size and the seconds of each part."""
+
+    sequences: int
+    tokens: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass
+class Profile:
+    """The steps of a run, in order."""
+
+    steps: list[StepTimes] = field(default_factory=list)
+
+    def add(self, part: str, seconds: float) -> None:
+        if self.steps:
+            spent = self.steps[-1].seconds
+            spent[part] = spent.get(part, 0.0) + seconds
+
+    def full_steps(self) -> list[StepTimes]:
+        """The decode steps with as many sequences as any step had."""
+        most = max((s.sequences for s in self.steps), default=0)
+        full = [s for s in self.steps if s.sequences == most]
+        return [s for s in full if s.tokens == most] or full
+
+
+def shares(steps: list[StepTimes]) -> dict[str, float]:
+    """Each part's share of these steps' time; "host" is HOST_PARTS together."""
+    total = sum(step.total for step in steps) or 1.0
+    found = {part: sum(s.seconds.get(part, 0.0) for s in steps) / total for part in PARTS}
+    found["host"] = sum(found[part] for part in HOST_PARTS)
+    return found
+
+
+@contextmanager
+def profiled(engine: Engine, outputs: Any, profile: Profile) -> Iterator[None]:
+    """Times every step of `engine` and `outputs.process` into `profile` while it is open.
+
+    A runner that is not `core.runner.Runner` is timed as a whole, under "forward".
+    """
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                profile.add(part, time.perf_counter() - started)
+
+        return call
+
+    schedule = engine.scheduler.schedule
+
+    def opened() -> Any:
+        started = time.perf_counter()
+        plan = schedule()
+        if plan is not None:
+            profile.steps.append(StepTimes(len(plan.items), plan.num_tokens))
+            profile.add("schedule", time.perf_counter() - started)
+        return plan
+
+    runner: Any = engine._runner
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (engine.scheduler, "schedule", opened),
+        (engine.scheduler, "commit", timed("commit", engine.scheduler.commit)),
+        (outputs, "process", timed("detokenise", outputs.process)),
+    ]
+    if isinstance(runner, runner_module.Runner):
+        build = vars(runner_module)["build_batch"]
+        replaced += [
+            (runner_module, "build_batch", timed("build batch", build)),
+            (runner._backend, "prepare", timed("prepare", runner._backend.prepare)),
+            (runner, "_forward", timed("forward", runner._forward)),
+            (runner._sampler, "run", timed("sample", runner._sampler.run)),
+        ]
+    else:
+        replaced.append((runner, "execute", timed("forward", runner.execute)))
+    with ExitStack() as undo:
+        for owner, name, function in replaced:
+            undo.callback(_restore, owner, name, vars(owner).get(name, _ABSENT))
+            setattr(owner, name, function)
+        yield
+
+
+_ABSENT = object()
+
+
+def _restore(owner: Any, name: str, before: Any) -> None:
+    """Undoes a setattr; what a class defines shows again when the instance's own is gone."""
+    if before is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)

@@ -1,0 +1,181 @@
+"""`octavo bench throughput`: tokens per second, alone or beside transformers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
+from octavo.core.entry.cli.failure import CommandFailed
+from octavo.core.entry.cli.options import add_engine_options, engine_config
+
+if TYPE_CHECKING:
+    from octavo.core.entry.bench.compare import Comparison
+    from octavo.core.entry.bench.profile import Profile
+    from octavo.core.entry.bench.throughput import Throughput
+    from octavo.core.entry.bench.workload import Workload
+    from octavo.core.entry.front import Front
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="throughput")
+    throughput = kinds.add_parser(
+        "throughput",
+        help="many requests at once, output tokens per second",
+        description="Submits a workload at once, greedy and with fixed output lengths, and counts.",
+        allow_abbrev=False,
+    )
+    bench = throughput.add_argument_group("benchmark")
+    bench.add_argument(
+        "--workload",
+        default="sharegpt",
+        metavar="NAME",
+        help="sharegpt, uniform, prefix, single or a .jsonl file (sharegpt)",
+    )
+    bench.add_argument("--num-requests", type=_count, metavar="N", help="requests (sharegpt: 64)")
+    bench.add_argument(
+        "--compare", choices=["transformers"], help="run the first 16 requests there too"
+    )
+    bench.add_argument(
+        "--profile", action="store_true", help="time the parts of a step (costs a little)"
+    )
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
+    add_engine_options(throughput)
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measures and prints.
+
+    Raises:
+        CommandFailed: transformers' tokens differ where it was no tie.
+    """
+    prepare_thread_environment()
+    config = engine_config(options)
+    from octavo.core.entry.bench.machine import idle_warning
+    from octavo.core.entry.bench.workload import make_workload
+    from octavo.core.entry.front import load_front, load_progress
+
+    progress = load_progress(config)
+    front = load_front(config, progress)
+    workload = make_workload(
+        options.workload,
+        lambda text: front.tokenizer.encode(text, add_special_tokens=False),
+        num_requests=options.num_requests,
+        seed=getattr(options, "seed", None),
+    )
+    warning = idle_warning()
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
+    _measure(options, config, front, workload, warning)
+
+
+def _measure(
+    options: argparse.Namespace,
+    config: EngineConfig,
+    front: Front,
+    workload: Workload,
+    warning: str | None,
+) -> None:
+    from octavo.core.entry.bench import report
+    from octavo.core.entry.bench.profile import Profile
+    from octavo.core.entry.bench.throughput import Bench
+    from octavo.core.entry.front import load_progress
+    from octavo.core.entry.wiring import build_engine
+
+    profile: Profile | None = Profile() if options.profile else None
+    engine = build_engine(config, files=front.files, progress=load_progress(config))
+    try:
+        bench = Bench(engine, front.tokenizer)
+        bench.check(workload)
+        bench.run(workload.warm_up)
+        with _bar("octavo", workload.output_tokens, config) as on_tokens:
+            result = bench.run(workload.items, on_tokens, profile)
+    finally:
+        engine.shutdown()
+    comparison = _compare(options, config, front, workload, result)
+    for name, load in (
+        ("octavo", result.load),
+        ("transformers", comparison.load if comparison else None),
+    ):
+        if load is not None and load.disturbed:
+            warning = f"while {name} ran, {load}"
+            print(f"warning: {warning}", file=sys.stderr)
+    print(report.table(workload, engine.info, result, comparison))
+    if profile is not None:
+        print("\n" + report.profile_table(profile))
+    if options.json is not None:
+        found = report.record(workload, config, engine.info, result, comparison, profile, warning)
+        try:
+            options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        except OSError as error:
+            raise CommandFailed(f"{options.json} cannot be written: {error}") from error
+    if comparison is not None and engine.info.dtype == "float32":
+        _check_tokens(comparison)
+
+
+def _check_tokens(comparison: Comparison) -> None:
+    from octavo.core.entry.bench.compare import TIE_MARGIN
+
+    wrong = [d.request for d in comparison.differences if d.margin >= TIE_MARGIN]
+    if wrong:
+        raise CommandFailed(
+            f"float32 tokens differ from transformers' where it was no tie (margin of at least "
+            f"{TIE_MARGIN:g} logits): requests {wrong}"
+        )
+
+
+def _compare(
+    options: argparse.Namespace,
+    config: EngineConfig,
+    front: Front,
+    workload: Workload,
+    result: Throughput,
+) -> Comparison | None:
+    if options.compare is None:
+        return None
+    from octavo.core.entry.bench.compare import NUM_COMPARED, compare
+
+    assert front.files is not None
+    total = sum(item.output_len for item in workload.items[:NUM_COMPARED])
+    try:
+        with _bar("transformers", total, config) as on_tokens:
+            return compare(front.files, workload, result.tokens, on_tokens)
+    except ImportError as error:
+        raise ConfigError(
+            f"--compare transformers needs transformers ({error}): pip install 'octavo[hf]'"
+        ) from error
+
+
+@contextmanager
+def _bar(name: str, total: int, config: EngineConfig) -> Iterator[Callable[[int], None] | None]:
+    """A bar of output tokens on standard error; nothing when that is no terminal."""
+    if not (config.load_progress and sys.stderr.isatty()):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} tokens"),
+        TextColumn("{task.speed:.0f}/s"),
+        TimeElapsedColumn(),
+    )
+    # A refresh thread would take its share of the cores being measured: refresh twice a second.
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bars:
+        task = bars.add_task(name, total=total)
+        yield lambda count: bars.advance(task, count)

@@ -1,0 +1,188 @@
+"""The front's end of the engine process: starts it, talks to it, notices its death.
+
+Imports no torch. Everything here runs on one event loop; what the engine says is handed to a
+listener in the order in which it was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from typing import Any, Protocol, cast
+
+from octavo.core.config import ConfigError
+from octavo.core.engine import ModelInfo
+from octavo.core.entry import messages
+from octavo.core.loading.progress import Progress, Task
+
+DEFAULT_FACTORY = "octavo.core.entry.wiring:build_engine"
+_EXIT_SECONDS = 5.0
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process has ended; no request can be served any more."""
+
+
+class Listener(Protocol):
+    """Who receives what the engine says."""
+
+    def on_message(self, message: messages.FromEngine) -> None: ...
+
+    def on_death(self, error: EngineDeadError) -> None: ...
+
+
+class EngineClient(asyncio.Protocol):
+    """One engine process. `launch()` at once, `load()` when the configuration is known."""
+
+    def __init__(self, listener: Listener, factory: str = DEFAULT_FACTORY) -> None:
+        self._listener = listener
+        self._factory = factory
+        # Imported while the front is still looking for the model.
+        self._preload = ("torch",) if factory == DEFAULT_FACTORY else ()
+        self._frames = messages.Frames()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._ready: asyncio.Future[ModelInfo] | None = None
+        self._progress: Progress | None = None
+        self._tasks: dict[int, Task] = {}
+        self._failure: messages.Failed | None = None
+        self._closing = False
+        self.death: EngineDeadError | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process's id, once launched."""
+        return self._process.pid if self._process else None
+
+    async def launch(self) -> None:
+        """Starts the process. It imports what it needs and waits for `load`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "octavo.core.entry.engine_process"),
+                    *(str(theirs.fileno()), self._factory, *self._preload),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=2,  # standard error: what a library prints there is no result of ours
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches the parent alone
+            )
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        ours.setblocking(False)
+        await loop.create_unix_connection(lambda: self, sock=ours)
+
+    async def load(self, config: dict[str, Any], progress: Progress | None) -> ModelInfo:
+        """Sends the configuration and waits until the engine can take requests.
+
+        Raises:
+            ConfigError: the configuration or the model cannot be used.
+            EngineDeadError: the process ended before it was ready.
+        """
+        assert self._process is not None and self._process.stdin is not None and self._ready
+        self._progress = progress
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(messages.encode(messages.Start(config)))
+            self._process.stdin.flush()
+        return await asyncio.shield(self._ready)
+
+    def send(self, message: messages.ToEngine) -> None:
+        """Queues a message; never blocks.
+
+        Raises:
+            EngineDeadError: there is no engine any more.
+        """
+        if self.death is not None:
+            raise self.death
+        assert self._transport is not None
+        self._transport.write(messages.encode(message))
+
+    async def close(self) -> None:
+        """Ends the process: by asking, then by force. Can be called twice."""
+        self._closing = True
+        process = self._process
+        if process is None:
+            return
+        if self._transport is not None and self.death is None:
+            self._transport.write(messages.encode(messages.Shutdown()))
+        if self._ready is not None and not self._ready.done():
+            process.kill()  # it is still loading and reads no messages
+            self._ready.cancel()
+        try:
+            await asyncio.to_thread(process.wait, _EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is open."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the engine."""
+        for body in self._frames.feed(data):
+            self._handle(messages.decode_from_engine(body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The engine closed its end: it is dying or dead."""
+        self._die()
+
+    def _handle(self, message: messages.FromEngine) -> None:
+        if isinstance(message, messages.Ready):
+            assert self._ready is not None
+            if not self._ready.done():
+                self._ready.set_result(message.info)
+        elif isinstance(message, messages.Progress):
+            self._show(message)
+        elif isinstance(message, messages.Failed):
+            self._failure = message
+        else:
+            self._listener.on_message(message)
+
+    def _show(self, message: messages.Progress) -> None:
+        if self._progress is None:
+            return
+        if message.description is not None:
+            shown = self._progress.task(message.description, message.total)
+            self._tasks[message.task] = shown
+        elif task := self._tasks.get(message.task):
+            if message.advance:
+                task.advance(message.advance)
+            if message.closed:
+                task.close()
+
+    def _die(self) -> None:
+        failure = self._failure
+        if self._closing:
+            message = "the engine was shut down"
+        elif failure is not None:
+            message = f"the engine failed: {failure.message}"
+        else:
+            message = f"the engine process ended unexpectedly{self._exit_words()}"
+        self.death = EngineDeadError(message)
+        if self._ready is not None and not self._ready.done():
+            if failure is not None and failure.user_error:
+                self._ready.set_exception(ConfigError(failure.message))
+            else:
+                self._ready.set_exception(self.death)
+            self._ready.exception()  # read here: nobody may be waiting
+        self._listener.on_death(self.death)
+
+    def _exit_words(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f" (signal {-code})" if code < 0 else f" (exit code {code})"

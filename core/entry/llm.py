@@ -1,0 +1,328 @@
+"""The offline API: `LLM(...)`, with the engine in the caller's own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from octavo.core.config import DEFAULT_MODEL, EngineConfig, prepare_thread_environment
+from octavo.core.engine import ModelInfo
+from octavo.core.entry.front import Front, load_front, load_progress
+from octavo.core.entry.inputs import (
+    Conversation,
+    InputProcessor,
+    Prompt,
+    PromptInput,
+    sampling_defaults,
+)
+from octavo.core.loading.tokenizer import Tokenizer
+from octavo.core.output import OutputProcessor
+from octavo.core.types import (
+    ParamError,
+    Request,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model, loaded and ready to generate. Names and defaults are vLLM's.
+
+    Use it as a context manager, or call `shutdown()`, to free the model's memory. Not thread-safe:
+    `AsyncLLM` serves concurrent callers.
+
+    Args:
+        model: folder, .gguf file, hub id or pypi:<package>.
+        options: the fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: an option that is unknown or cannot be used here.
+        ModelError: the model cannot be found, read or run.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        self._load(EngineConfig.from_kwargs(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """As the constructor, from a configuration."""
+        llm = cls.__new__(cls)
+        llm._load(config)
+        return llm
+
+    def _load(self, config: EngineConfig) -> None:
+        prepare_thread_environment()
+        from octavo.core.entry.wiring import build_engine
+
+        progress = load_progress(config)
+        front = load_front(config, progress)
+        self._set_up(config, front, build_engine(config, files=front.files, progress=progress))
+
+    @classmethod
+    def from_parts(cls, config: EngineConfig, front: Front, engine: Any) -> LLM:
+        """An LLM around an engine that is already there."""
+        llm = cls.__new__(cls)
+        llm._set_up(config, front, engine)
+        return llm
+
+    def _set_up(self, config: EngineConfig, front: Front, engine: Any) -> None:
+        self.config = config
+        self._engine = engine
+        self._outputs = OutputProcessor(front.tokenizer)
+        self._inputs = InputProcessor(
+            front.tokenizer,
+            max_model_len=engine.info.max_model_len,
+            vocab_size=engine.info.vocab_size,
+            eos_token_ids=tuple(engine.info.eos_token_ids),
+            max_logprobs=config.max_logprobs,
+            defaults=sampling_defaults(front.generation_config),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Frees the model. The object cannot be used afterwards; may be called twice."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+
+    @property
+    def info(self) -> ModelInfo:
+        """The engine's facts: context length, device and why, dtype, KV blocks, start-up phases."""
+        info: ModelInfo = self._live().info
+        return info
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._inputs.tokenizer
+
+    def get_default_sampling_params(self, **values: Any) -> SamplingParams:
+        """`SamplingParams`' defaults, over them the model's own (its generation_config), over them
+        `values`."""
+        return self._inputs.default_params(**values)
+
+    def tokenize(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
+        """A prompt ready for `generate` and `stream`."""
+        return self._inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
+
+    def generate(
+        self,
+        prompts: PromptInput | Prompt | Sequence[PromptInput | Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts; the outputs stand in the prompts' order.
+
+        Args:
+            prompts: text, token ids, {"prompt": …} or {"prompt_token_ids": …}, or a list of these.
+            sampling_params: one for all, one for each, or None for the model's defaults.
+            use_tqdm: show a progress bar when standard error is a terminal.
+            priority: one for each prompt; lower runs first.
+
+        Raises:
+            ParamError: a prompt or parameter that cannot be used. Nothing has run then, or what ran
+                was aborted; the LLM can be used again.
+        """
+        inputs = [
+            p if isinstance(p, Prompt) else self._inputs.tokenize(p) for p in _prompt_list(prompts)
+        ]
+        return self._complete(inputs, sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, rendered with the model's chat template.
+
+        Raises:
+            ParamError: as `generate`; also a conversation that the template refuses.
+        """
+        inputs = [
+            self._inputs.chat(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in _conversation_list(messages)
+        ]
+        return self._complete(inputs, sampling_params, use_tqdm, None)
+
+    def stream(
+        self, prompt: PromptInput | Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Completes one prompt, yielding what is new at every step. Closing the iterator aborts."""
+        ready = prompt if isinstance(prompt, Prompt) else self._inputs.tokenize(prompt)
+        [request] = self._requests([ready], sampling_params, RequestOutputKind.DELTA, None)
+        for _, output in self._run([ready], [request]):
+            yield output
+
+    def render_chat(self, messages: Conversation, **options: Any) -> Prompt:
+        """A conversation as a prompt for `generate` and `stream`; `options` as those of `chat`."""
+        return self._inputs.chat(messages, **options)
+
+    def _live(self) -> Any:
+        if self._engine is None:
+            raise RuntimeError("this LLM was shut down; make a new one")
+        return self._engine
+
+    def _complete(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+        show_progress: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        requests = self._requests(prompts, sampling_params, RequestOutputKind.FINAL_ONLY, priority)
+        done: dict[str, RequestOutput] = {}
+        with _Bar(len(prompts), show_progress) as bar:
+            for request_id, output in self._run(prompts, requests):
+                done[request_id] = output
+                bar.advance(output)
+        return [done[request.id] for request in requests]
+
+    def _requests(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+        kind: RequestOutputKind,
+        priority: Sequence[int] | None,
+    ) -> list[Request]:
+        self._live()
+        params = self._params_list(sampling_params, len(prompts))
+        if priority is not None and len(priority) != len(prompts):
+            raise ParamError("priority", f"{len(priority)} priorities for {len(prompts)} prompts")
+        return [
+            self._inputs.request(
+                prompt,
+                msgspec.structs.replace(each, output_kind=kind),
+                priority=priority[i] if priority is not None else 0,
+            )
+            for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        ]
+
+    def _params_list(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise ParamError(
+                "sampling_params",
+                f"{len(params)} sampling_params for {count} prompts: give one, or one for each",
+            )
+        return list(params)
+
+    def _run(
+        self, prompts: list[Prompt], requests: list[Request]
+    ) -> Iterator[tuple[str, RequestOutput]]:
+        """Runs requests to their end. Left early, by an error, an interrupt or its caller, it aborts
+        what is still open, so that the engine is free again."""
+        engine = self._live()
+        if len(self._outputs):
+            raise RuntimeError("a stream of this LLM is still open: finish or close it first")
+        try:
+            for prompt, request in zip(prompts, requests, strict=True):
+                engine.add(request)
+                self._outputs.add(request.id, prompt.text, request.prompt_token_ids, request.params)
+            while len(self._outputs):
+                outputs, aborts = self._outputs.process(engine.step())
+                if aborts:
+                    engine.abort(aborts)
+                yield from outputs
+                if len(self._outputs) and not engine.has_unfinished():
+                    raise RuntimeError("the engine lost a request")
+        finally:
+            left = [request.id for request in requests if request.id in self._outputs]
+            for request_id in left:
+                self._outputs.discard(request_id)
+            if left:
+                engine.abort(left)
+
+
+class _Bar:
+    """A progress bar on a terminal: prompts done, and tokens a second."""
+
+    def __init__(self, total: int, wanted: bool) -> None:
+        import sys
+
+        self._progress: Any = None
+        self._tokens = 0
+        if wanted and total and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+            )
+
+            self._progress = Progress(
+                TextColumn("prompts"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[rate]:.1f} tokens/s"),
+                console=Console(stderr=True),
+            )
+            self._task = self._progress.add_task("", total=total, rate=0.0)
+
+    def __enter__(self) -> Self:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def advance(self, output: RequestOutput) -> None:
+        if self._progress:
+            self._tokens += sum(len(sample.token_ids) for sample in output.outputs)
+            elapsed = self._progress.tasks[0].elapsed or 1e-9
+            self._progress.update(self._task, advance=1, rate=self._tokens / elapsed)
+
+
+def _prompt_list(prompts: Any) -> list[PromptInput | Prompt]:
+    """One prompt or several, as a list. A list of whole numbers is one prompt."""
+    if isinstance(prompts, (str, Mapping, Prompt)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise ParamError("prompts", f"prompts cannot be of type {type(prompts).__name__}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _conversation_list(messages: Any) -> list[Conversation]:
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise ParamError("messages", "messages must be a conversation or a list of conversations")
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]
+    return list(messages)

@@ -1,0 +1,160 @@
+"""The routes, and the error bodies of what reaches none of them."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import octavo
+from octavo.core.entry.server.chat import chat_completions, render
+from octavo.core.entry.server.completions import completions
+from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request, for_status
+from octavo.core.entry.server.http import Answer, Endpoint, RequestIds, send_error
+from octavo.core.entry.server.protocol import DetokenizeRequest, TokenizeRequest, decode
+from octavo.core.entry.server.state import ServerState
+
+_OPEN_PATHS = ("/health", "/ping", "/version")
+
+
+def build_app(state: ServerState) -> ASGIApp:
+    """The ASGI app. It can be served before the model is loaded: /health is 503 until then."""
+
+    def post(path: str, handler: Callable[[ServerState, bytes], Awaitable[Answer]]) -> Route:
+        async def bound(body: bytes) -> Answer:
+            return await handler(state, body)
+
+        return Route(path, Endpoint(bound, state.body_limit), methods=["POST"])
+
+    def get(path: str, make: Callable[[ServerState, Request], Any]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return _json(make(state, request))
+
+        return Route(path, endpoint, methods=["GET"])
+
+    app = Starlette(
+        routes=[
+            post("/v1/chat/completions", chat_completions),
+            post("/v1/completions", completions),
+            post("/tokenize", _tokenize),
+            post("/detokenize", _detokenize),
+            get("/v1/models", _models),
+            get("/v1/models/{name:path}", _model),
+            get("/health", _health),
+            get("/ping", _health),
+            get("/version", _version),
+        ],
+        exception_handlers={
+            ApiError: _on_error,
+            HTTPException: _on_http_exception,
+            Exception: _on_error,
+        },
+    )
+    app.router.redirect_slashes = False
+    return RequestIds(_ApiKey(app, state) if state.api_key else app)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    result = for_status(error.status_code, request.url.path, request.method)
+    return Response(
+        result.body(), result.status, dict(error.headers or {}), media_type="application/json"
+    )
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    result = as_api_error(error)
+    return Response(result.body(), result.status, media_type="application/json")
+
+
+def _health(state: ServerState, request: Request) -> Any:
+    state.ready()
+    return {}
+
+
+def _version(state: ServerState, request: Request) -> Any:
+    return {"version": octavo.__version__}
+
+
+def _model_card(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "octavo",
+        "root": state.llm.config.model,
+        "max_model_len": state.llm.info.max_model_len,
+    }
+
+
+def _models(state: ServerState, request: Request) -> Any:
+    state.ready()
+    return {"object": "list", "data": [_model_card(state, name) for name in state.names()]}
+
+
+def _model(state: ServerState, request: Request) -> Any:
+    state.ready()
+    name = request.path_params["name"]
+    return _model_card(state, state.check_model(name))
+
+
+async def _tokenize(state: ServerState, body: bytes) -> bytes:
+    request = decode(body, TokenizeRequest)
+    llm = state.ready()
+    state.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("prompt", "give either prompt or messages")
+    if request.messages is not None:
+        ids = (await render(state, request)).token_ids
+    else:
+        special = True if request.add_special_tokens is None else request.add_special_tokens
+        ids = llm.get_tokenizer().encode(request.prompt or "", add_special_tokens=special)
+    result: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": llm.info.max_model_len,
+        "tokens": ids,
+    }
+    if request.return_token_strs:
+        text = llm.get_tokenizer().token_text
+        result["token_strs"] = [text(token) for token in ids]
+    return msgspec.json.encode(result)
+
+
+async def _detokenize(state: ServerState, body: bytes) -> bytes:
+    request = decode(body, DetokenizeRequest)
+    llm = state.ready()
+    state.check_model(request.model)
+    if request.tokens:
+        llm.inputs.check_ids(request.tokens, "tokens")
+    text = llm.get_tokenizer().decode(request.tokens, skip_special_tokens=False)
+    return msgspec.json.encode({"prompt": text})
+
+
+class _ApiKey:
+    """Lets through who brings the key; health and version stay open for probes."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        assert state.api_key is not None
+        self._app = app
+        self._expected = f"Bearer {state.api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                message = "this server needs its API key: Authorization: Bearer <key>"
+                await send_error(send, ApiError(401, message, code="invalid_api_key"))
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,69 @@
+// Moving whole KV blocks: copy-on-write inside a cache, and to and from host buffers for swap.
+// Plain memcpy, the same for every instruction set.
+#include <cstring>
+
+#include "octavo_cpu.h"
+#include "runtime.h"
+
+namespace {
+
+constexpr int64_t kSlice = 1 << 16;  // bytes: one thread's turn
+
+struct Job {
+  char *to;
+  const char *from;
+  size_t bytes;
+  const int64_t *to_ids, *from_ids;
+  int64_t stride, count;
+};
+
+size_t at(const int64_t *ids, int64_t stride, int64_t i, size_t bytes) {
+  return static_cast<size_t>(ids ? ids[i * stride] : i) * bytes;
+}
+
+// Every slice walks the blocks in order, so a pair may read what an earlier pair wrote.
+void slices(void *ctx, int, int64_t begin, int64_t end) {
+  const Job &j = *static_cast<Job *>(ctx);
+  for (int64_t s = begin; s < end; ++s) {
+    const size_t offset = static_cast<size_t>(s * kSlice);
+    const size_t left = j.bytes - offset;
+    const size_t n = left < static_cast<size_t>(kSlice) ? left : static_cast<size_t>(kSlice);
+    for (int64_t i = 0; i < j.count; ++i)
+      std::memmove(j.to + at(j.to_ids, j.stride, i, j.bytes) + offset,
+                   j.from + at(j.from_ids, j.stride, i, j.bytes) + offset, n);
+  }
+}
+
+// For distinct destinations: whole blocks in parallel.
+void whole(void *ctx, int, int64_t begin, int64_t end) {
+  const Job &j = *static_cast<Job *>(ctx);
+  for (int64_t i = begin; i < end; ++i)
+    std::memcpy(j.to + at(j.to_ids, 1, i, j.bytes), j.from + at(j.from_ids, 1, i, j.bytes),
+                j.bytes);
+}
+
+void move(Job job) {
+  const int64_t per_turn = job.bytes ? 1 + kSlice / static_cast<int64_t>(job.bytes) : 1;
+  octavo::parallel_for(job.count, per_turn, octavo::max_threads(), whole, &job);
+}
+
+}  // namespace
+
+extern "C" {
+void octavo_copy_blocks(void *cache, size_t block_bytes, const int64_t *pairs, int64_t count) {
+  Job job = {static_cast<char *>(cache), static_cast<char *>(cache), block_bytes, pairs + 1, pairs,
+             2, count};
+  octavo::parallel_for((static_cast<int64_t>(block_bytes) + kSlice - 1) / kSlice, 1,
+                       octavo::max_threads(), slices, &job);
+}
+void octavo_gather_blocks(void *out, const void *cache, size_t block_bytes, const int64_t *ids,
+                          int64_t count) {
+  move({static_cast<char *>(out), static_cast<const char *>(cache), block_bytes, nullptr, ids, 1,
+        count});
+}
+void octavo_scatter_blocks(void *cache, const void *in, size_t block_bytes, const int64_t *ids,
+                           int64_t count) {
+  move({static_cast<char *>(cache), static_cast<const char *>(in), block_bytes, ids, nullptr, 1,
+        count});
+}
+}

@@ -1,0 +1,130 @@
+// Pick the best variant this CPU can run, once, at load, and forward the C ABI to it.
+#include <cstring>
+
+#include "octavo_cpu.h"
+#include "table.h"
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+extern const KernelTable table_baseline;
+#ifdef OCTAVO_HAVE_avx2
+extern const KernelTable table_avx2;
+#endif
+#ifdef OCTAVO_HAVE_avx512
+extern const KernelTable table_avx512;
+#endif
+#ifdef OCTAVO_HAVE_power10
+extern const KernelTable table_power10;
+#endif
+
+namespace {
+
+bool always() { return true; }
+#if defined(__x86_64__)
+bool has_f16c() {  // __builtin_cpu_supports learnt this name only in GCC 11
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+#ifdef OCTAVO_HAVE_power10
+bool has_power10() { return getauxval(AT_HWCAP2) & 0x00040000 /* PPC_FEATURE2_ARCH_3_1 */; }
+#endif
+
+const struct Variant {
+  const KernelTable *table;
+  bool (*ok)();
+} variants[] = {
+// Best first.
+#ifdef OCTAVO_HAVE_avx512
+    {&table_avx512, has_avx512},
+#endif
+#ifdef OCTAVO_HAVE_avx2
+    {&table_avx2, has_avx2},
+#endif
+#ifdef OCTAVO_HAVE_power10
+    {&table_power10, has_power10},
+#endif
+    {&table_baseline, always},  // what the platform's ABI guarantees: SSE2, NEON, VSX
+};
+
+struct Choice {
+  const KernelTable *table = nullptr;
+  char names[64] = "";
+  Choice() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+#endif
+    for (const Variant &v : variants) {
+      if (!v.ok()) continue;
+      if (!table) table = v.table;
+      if (names[0]) std::strcat(names, " ");
+      std::strcat(names, v.table->name);
+    }
+  }
+} choice;
+
+}  // namespace
+
+extern "C" {
+int octavo_abi_version(void) { return OCTAVO_CPU_ABI; }
+const char *octavo_isa(void) { return choice.table->name; }
+const char *octavo_isas(void) { return choice.names; }
+int octavo_force_isa(const char *name) {
+  for (const Variant &v : variants)
+    if (!std::strcmp(v.table->name, name) && v.ok()) {
+      choice.table = v.table;
+      return OCTAVO_OK;
+    }
+  return OCTAVO_BAD_ARGUMENT;
+}
+int octavo_write_kv(const octavo_write_step *step, void *k_cache, void *v_cache, const void *k,
+                    const void *v) {
+  return choice.table->write_kv(step, k_cache, v_cache, k, v);
+}
+int octavo_paged_attention(const octavo_attention_step *step, const octavo_attention_layer *layer,
+                           void *out, const void *q, const void *k_cache, const void *v_cache) {
+  return choice.table->paged_attention(step, layer, out, q, k_cache, v_cache);
+}
+int octavo_rms_norm(const octavo_norm *p, void *out, const void *x, const void *weight) {
+  return choice.table->rms_norm(p, out, x, weight);
+}
+int octavo_add_rms_norm(const octavo_norm *p, void *out, void *residual,
+                        int64_t residual_row_stride, const void *x, const void *weight) {
+  return choice.table->add_rms_norm(p, out, residual, residual_row_stride, x, weight);
+}
+int octavo_rotary(void *q, void *k, const void *positions, int positions_are_64,
+                  const float *cos_sin, int64_t tokens, int q_heads, int kv_heads, int head_size,
+                  int rotary_dim, int64_t q_row_stride, int64_t k_row_stride, int style,
+                  int dtype) {
+  return choice.table->rotary(q, k, positions, positions_are_64, cos_sin, tokens, q_heads,
+                              kv_heads, head_size, rotary_dim, q_row_stride, k_row_stride, style,
+                              dtype);
+}
+int octavo_act_and_mul(void *out, const void *gate_up, int64_t rows, int64_t n,
+                       int64_t out_row_stride, int64_t x_row_stride, int kind, int dtype) {
+  return choice.table->act_and_mul(out, gate_up, rows, n, out_row_stride, x_row_stride, kind,
+                                   dtype);
+}
+int octavo_sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab,
+                  int64_t row_stride, const float *temperature, const int32_t *top_k,
+                  const float *top_p, const float *min_p, const uint64_t *seed,
+                  const uint64_t *counter) {
+  return choice.table->sample(out, logits, rows, vocab, row_stride, temperature, top_k, top_p,
+                              min_p, seed, counter);
+}
+int octavo_token_logprobs(float *logprob, int64_t *rank, float *logsumexp, const float *logits,
+                          const int64_t *ids, int64_t rows, int64_t vocab, int64_t row_stride) {
+  return choice.table->token_logprobs(logprob, rank, logsumexp, logits, ids, rows, vocab,
+                                      row_stride);
+}
+}

@@ -1,0 +1,104 @@
+/* The whole C ABI of the CPU kernels: plain pointers and sizes, no Python, no torch.
+ *
+ * Strides count elements, not bytes. Functions that return int give 0, or a negative
+ * octavo_status. Nothing here checks shapes: that is the caller's work, once per step. */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#define OCTAVO_CPU_ABI 1
+
+#if defined(_WIN32)
+#define OCTAVO_API __declspec(dllexport)
+#else
+#define OCTAVO_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum octavo_dtype { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_F16 = 2 };
+enum octavo_status { OCTAVO_OK = 0, OCTAVO_BAD_ARGUMENT = -1, OCTAVO_NO_MEMORY = -2 };
+enum octavo_activation { OCTAVO_SILU = 0, OCTAVO_GELU = 1, OCTAVO_GELU_TANH = 2 };
+enum octavo_rotary_style { OCTAVO_NEOX = 0, OCTAVO_INTERLEAVED = 1 };
+
+/* --- the library itself --- */
+OCTAVO_API int octavo_abi_version(void);
+OCTAVO_API const char *octavo_isa(void);  /* the variant in use */
+OCTAVO_API const char *octavo_isas(void); /* variants this CPU can run, best first */
+OCTAVO_API int octavo_force_isa(const char *name);
+/* parallel: the address of GOMP_parallel in the OpenMP runtime that the process already has;
+ * NULL, or threads == 1, runs everything on the caller. */
+typedef void (*octavo_gomp_parallel)(void (*fn)(void *), void *data, unsigned threads,
+                                     unsigned flags);
+OCTAVO_API void octavo_set_threads(octavo_gomp_parallel parallel, int threads);
+OCTAVO_API int octavo_threads(void);
+
+/* --- KV cache: K [blocks, kv_heads, head_size, block_size],
+ *               V [blocks, kv_heads, block_size, head_size_v] --- */
+typedef struct {
+  const int64_t *slots; /* [tokens]: block * block_size + offset; negative: skip */
+  int64_t tokens, k_row_stride, v_row_stride;
+  int32_t x_dtype, kv_dtype, kv_heads, head_size, head_size_v, block_size;
+} octavo_write_step;
+OCTAVO_API int octavo_write_kv(const octavo_write_step *step, void *k_cache, void *v_cache,
+                               const void *k, const void *v);
+
+OCTAVO_API void octavo_copy_blocks(void *cache, size_t block_bytes, const int64_t *pairs,
+                                   int64_t count); /* pairs [count, 2]: source, destination */
+OCTAVO_API void octavo_gather_blocks(void *out, const void *cache, size_t block_bytes,
+                                     const int64_t *ids, int64_t count);
+OCTAVO_API void octavo_scatter_blocks(void *cache, const void *in, size_t block_bytes,
+                                      const int64_t *ids, int64_t count);
+
+/* --- attention --- */
+typedef struct {                /* what holds for every layer of one step */
+  const int32_t *block_tables;  /* [sequences, table_stride] */
+  const int32_t *query_start;   /* [sequences + 1] */
+  const int32_t *context_lens;  /* [sequences], the step's own rows included */
+  int64_t table_stride, out_row_stride, q_row_stride;
+  int32_t sequences, x_dtype, kv_dtype;
+  int32_t q_heads, kv_heads, head_size, head_size_v, block_size;
+} octavo_attention_step;
+typedef struct {       /* what holds for one layer over all steps */
+  const float *sinks;  /* [q_heads] extra logits in the denominator, or NULL */
+  float scale, softcap; /* softcap 0: none */
+  int32_t window;      /* 0: none; else each query sees this many positions, itself included */
+} octavo_attention_layer;
+OCTAVO_API int octavo_paged_attention(const octavo_attention_step *step,
+                                      const octavo_attention_layer *layer, void *out,
+                                      const void *q, const void *k_cache, const void *v_cache);
+
+/* --- the rest of a layer --- */
+typedef struct { /* rows x heads vectors of n elements, each normalised by itself */
+  int64_t rows, heads, n, out_row_stride, out_head_stride, x_row_stride, x_head_stride;
+  int32_t dtype, weight_dtype;
+  float eps, weight_offset; /* weight_offset 1: weights are stored minus one (Gemma) */
+} octavo_norm;
+OCTAVO_API int octavo_rms_norm(const octavo_norm *p, void *out, const void *x, const void *weight);
+/* residual += x, out = norm(residual); residual is laid out as x_* say for its own strides. */
+OCTAVO_API int octavo_add_rms_norm(const octavo_norm *p, void *out, void *residual,
+                                   int64_t residual_row_stride, const void *x, const void *weight);
+
+OCTAVO_API int octavo_rotary(void *q, void *k, const void *positions, int positions_are_64,
+                             const float *cos_sin, int64_t tokens, int q_heads, int kv_heads,
+                             int head_size, int rotary_dim, int64_t q_row_stride,
+                             int64_t k_row_stride, int style, int dtype);
+
+OCTAVO_API int octavo_act_and_mul(void *out, const void *gate_up, int64_t rows, int64_t n,
+                                  int64_t out_row_stride, int64_t x_row_stride, int kind,
+                                  int dtype);
+
+/* --- sampling, from float32 logits [rows, vocab]; a NULL array means "off" for every row --- */
+OCTAVO_API int octavo_sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab,
+                             int64_t row_stride, const float *temperature, const int32_t *top_k,
+                             const float *top_p, const float *min_p, const uint64_t *seed,
+                             const uint64_t *counter);
+/* Per row: log-probability of ids[row], 1 + number of tokens with a larger logit, logsumexp. */
+OCTAVO_API int octavo_token_logprobs(float *logprob, int64_t *rank, float *logsumexp,
+                                     const float *logits, const int64_t *ids, int64_t rows,
+                                     int64_t vocab, int64_t row_stride);
+#ifdef __cplusplus
+}
+#endif

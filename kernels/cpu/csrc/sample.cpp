@@ -1,0 +1,331 @@
+// One token per row of logits: temperature, top-k, top-p, min-p, then a Gumbel-max draw
+// (argmax of logit/T + Gumbel noise is a sample from softmax(logit/T)).
+//
+// The random bits of token i are a function of (seed, counter, i) alone, in integer arithmetic that
+// any other implementation can repeat; see uniform().
+//
+// Nothing is sorted: filters become one threshold on the logit. A histogram over the distance from
+// the maximum finds the bin the threshold lies in, and a weighted quickselect finds it among the
+// few logits in there. Tokens whose logit ties with the threshold are all kept.
+#include "vec.h"
+
+namespace OCTAVO_NS {
+namespace {
+
+// Bins are the leading bits of the float32 distance: 128 to an octave, 2^-10 to 2^22 nats. So the
+// resolution follows the scale of the logits, and a mask value of -1e9 does no harm.
+constexpr int kBins = 4096, kBinShift = 16;
+constexpr int32_t kBinBase = (127 - 10) << 7;
+
+struct Row {
+  const float *logits;
+  int64_t vocab;
+  float top;    // largest logit
+  float scale;  // temperature
+};
+
+struct Memory {  // of one thread
+  double *mass;
+  int32_t *count;
+  float *value, *weight;  // [vocab] each: the logits of one bin
+};
+constexpr int64_t kHistogramBytes = kBins * 12;
+int64_t memory_bytes(int64_t vocab) { return kHistogramBytes + ((vocab + 31) & ~15) * 8; }
+
+constexpr float kNegInf = -__builtin_inff();
+
+// f(vector, mask of valid lanes as 0/-1, index) over a row; the last vector is padded with -inf.
+template <class F>
+OCTAVO_INLINE void each(const float *x, int64_t from, int64_t to, F &&f) {
+  int64_t i = from;
+  for (; i + W <= to; i += W) f(load(x + i), i);
+  if (i < to) {
+    const int n = int(to - i);
+    const vf v = load_part(x + i, n);
+    f(lanes() < n ? v : splat(kNegInf), i);
+  }
+}
+
+// Index of the largest logit (the lowest such index), -1 if there is none or a NaN.
+int64_t argmax(const float *x, int64_t n, float *top) {
+  constexpr int64_t kSpan = 2048;
+  float best = kNegInf;
+  int64_t best_span = -1;
+  vi bad = {};
+  for (int64_t from = 0; from < n; from += kSpan) {
+    const int64_t to = from + kSpan < n ? from + kSpan : n;
+    vf a[4] = {splat(kNegInf), splat(kNegInf), splat(kNegInf), splat(kNegInf)};
+    int64_t i = from;
+    for (; i + 4 * W <= to; i += 4 * W)
+      for (int j = 0; j < 4; ++j) {
+        const vf v = load(x + i + j * W);
+        bad |= v != v;
+        a[j] = vmax(a[j], v);
+      }
+    each(x, i, to, [&](vf v, int64_t) {
+      bad |= v != v;
+      a[0] = vmax(a[0], v);
+    });
+    const float here = hmax(vmax(vmax(a[0], a[1]), vmax(a[2], a[3])));
+    if (here > best) best = here, best_span = from;
+  }
+  *top = best;
+  if (bits(bad) || best_span < 0) return -1;
+  for (int64_t i = best_span;; ++i)
+    if (x[i] == best) return i;
+}
+
+OCTAVO_INLINE vf weight_of(const Row &r, vf logit) {
+  return exp((logit - splat(r.top)) / splat(r.scale));
+}
+OCTAVO_INLINE vi bin_of(const Row &r, vf logit) {
+  const vi b = ((vi)(splat(r.top) - logit) >> kBinShift) - kBinBase;
+  const vi low = b < 0 ? splat_i(0) : b;
+  return low > kBins - 1 ? splat_i(kBins - 1) : low;
+}
+
+void fill_histogram(const Row &r, const Memory &m, bool with_mass) {
+  __builtin_memset(m.count, 0, kBins * sizeof(int32_t));
+  if (with_mass) __builtin_memset(m.mass, 0, kBins * sizeof(double));
+  each(r.logits, 0, r.vocab, [&](vf v, int64_t) {
+    const vi b = bin_of(r, v);
+    // A logit of -inf is no token; its weight is 0, so only the count needs the test.
+    const uint32_t real = bits(v > kNegInf);
+    if (with_mass) {
+      const vf e = weight_of(r, v);
+      for (int i = 0; i < W; ++i) m.mass[b[i]] += double(e[i]);
+    }
+    if (real == (1u << W) - 1)
+      for (int i = 0; i < W; ++i) ++m.count[b[i]];
+    else
+      for (int i = 0; i < W; ++i) m.count[b[i]] += int(real >> i & 1);
+  });
+}
+
+// The logits of one bin that are at least `floor`, with their weights; returns how many.
+int64_t collect(const Row &r, const Memory &m, int bin, float floor) {
+  int64_t n = 0;
+  each(r.logits, 0, r.vocab, [&](vf v, int64_t) {
+    uint32_t hit = bits((bin_of(r, v) == bin) & (v >= floor) & (v > kNegInf));
+    for (; hit; hit &= hit - 1) m.value[n++] = v[__builtin_ctz(hit)];
+  });
+  for (int64_t i = 0; i < n; i += W)  // both arrays are padded to whole vectors
+    store(m.weight + i, weight_of(r, load(m.value + i)));
+  return n;
+}
+
+void swap(float *a, int64_t i, int64_t j) {
+  const float t = a[i];
+  a[i] = a[j];
+  a[j] = t;
+}
+
+// Largest t such that the weights of values >= t reach `need` (weight null: count them); *got is
+// their sum. If all together do not reach it, t is the smallest value. n > 0.
+float select(float *value, float *weight, int64_t n, double need, double *got) {
+  double above = 0;
+  for (uint32_t random = 1;;) {
+    random = random * 1664525u + 1013904223u;
+    const float pivot = value[(uint64_t(random) * uint64_t(n)) >> 32];
+    int64_t larger = 0, equal_end = 0, end = n;  // larger | equal | not seen | smaller
+    double mass_larger = 0, mass_equal = 0;
+    while (equal_end < end) {
+      const float v = value[equal_end];
+      const double w = weight ? double(weight[equal_end]) : 1;
+      if (v < pivot) {
+        --end;
+        swap(value, equal_end, end);
+        if (weight) swap(weight, equal_end, end);
+      } else {
+        if (v > pivot) {
+          mass_larger += w;
+          swap(value, equal_end, larger);
+          if (weight) swap(weight, equal_end, larger);
+          ++larger;
+        } else {
+          mass_equal += w;
+        }
+        ++equal_end;
+      }
+    }
+    if (larger && above + mass_larger >= need) {
+      n = larger;
+    } else if (above + mass_larger + mass_equal >= need || end == n) {
+      *got = above + mass_larger + mass_equal;
+      return pivot;
+    } else {
+      above += mass_larger + mass_equal;
+      value += end;
+      if (weight) weight += end;
+      n -= end;
+    }
+  }
+}
+
+// The smallest logit that passes top-k, top-p and min-p.
+float threshold(const Row &r, const Memory &m, int64_t top_k, float top_p, float min_p) {
+  float floor = kNegInf;
+  const bool use_p = top_p < 1;
+  const bool use_k = top_k > 0 && top_k < r.vocab;
+  if (use_p || use_k) fill_histogram(r, m, use_p);
+  int last_bin = kBins - 1;     // of what top-k leaves
+  double last_mass = -1;        // mass that is left in it; -1: all
+  if (use_k) {
+    int64_t above = 0;
+    int b = 0;
+    while (b < kBins - 1 && above + m.count[b] < top_k) above += m.count[b++];
+    const int64_t n = collect(r, m, b, kNegInf);
+    if (n) {
+      double got;
+      floor = select(m.value, nullptr, n, double(top_k - above), &got);
+      last_bin = b;
+      last_mass = 0;
+      if (use_p)  // select() has moved the values, so weigh them again
+        for (int64_t i = 0; i < n; ++i)
+          if (m.value[i] >= floor) last_mass += double(weight_of(r, splat(m.value[i]))[0]);
+    }
+  }
+  if (use_p) {
+    if (last_mass >= 0) m.mass[last_bin] = last_mass;
+    double total = 0;
+    for (int b = 0; b <= last_bin; ++b) total += m.mass[b];
+    const double need = double(top_p) * total;
+    double above = 0;
+    int b = 0;
+    while (b < last_bin && above + m.mass[b] < need) above += m.mass[b++];
+    while (b > 0 && m.count[b] == 0) above -= m.mass[--b];
+    const int64_t n = collect(r, m, b, floor);
+    double got;
+    if (n) floor = select(m.value, m.weight, n, need - above, &got);
+  }
+  if (min_p > 0) {
+    // weight >= min_p, as a threshold on the logit: the smallest float32 not below it.
+    const double limit = double(r.top) + double(r.scale) * __builtin_log(double(min_p));
+    float f = float(limit);
+    if (double(f) < limit) f = __builtin_nextafterf(f, __builtin_inff());
+    if (f > r.top) f = r.top;
+    if (f > floor) floor = f;
+  }
+  return floor;
+}
+
+uint64_t splitmix64(uint64_t x) {
+  x += 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+OCTAVO_INLINE vu fmix32(vu h) {
+  h ^= h >> 16;
+  h *= 0x85ebca6bu;
+  h ^= h >> 13;
+  h *= 0xc2b2ae35u;
+  return h ^ h >> 16;
+}
+// In (0, 1), an odd multiple of 2^-24, for tokens i.
+OCTAVO_INLINE vf uniform(vu i, uint64_t key) {
+  const uint32_t lo = uint32_t(key), hi = uint32_t(key >> 32);
+  vu h = fmix32((i * 0x9E3779B1u + lo) ^ hi);
+  h = fmix32(h + hi);
+  return (__builtin_convertvector((vi)(h >> 9), vf) + 0.5f) * 0x1p-23f;
+}
+
+constexpr float kLargestNoise = 16.7f;  // -log(-log(1 - 2^-24)) = 16.64
+
+// argmax over logits >= floor of (logit - top) / T + noise; `start` is a token to begin with.
+int64_t draw(const Row &r, float floor, uint64_t key, int64_t start) {
+  const vf top = splat(r.top), scale = splat(r.scale);
+  vf best = splat(kNegInf);
+  vi where = splat_i(0);
+  float bound = kNegInf;  // what (logit - top) / T must exceed to matter at all
+  const auto visit = [&](vf v, int64_t i) {
+    const vf x = (v - top) / scale;
+    const vi keep = (v >= floor) & (x > bound);
+    if (!bits(keep)) return;
+    const vi at = lanes() + int32_t(i);
+    const vf noise = -log_normal(-log_normal(uniform((vu)at, key)));
+    const vf y = x + noise;
+    const vi better = keep & (y > best);
+    best = better ? y : best;
+    where = better ? at : where;
+  };
+  constexpr int64_t kSpan = 1024;
+  // Looking first where the largest logit is makes the bound sharp; seeing those tokens again in
+  // their turn changes nothing, since ties keep the lower id.
+  vf y0 = -log_normal(-log_normal(uniform(splat_u(uint32_t(start)), key)));
+  bound = y0[0] - kLargestNoise;
+  for (int64_t from = 0; from < r.vocab; from += kSpan) {
+    each(r.logits, from, from + kSpan < r.vocab ? from + kSpan : r.vocab, visit);
+    const float now = hmax(best) - kLargestNoise;
+    if (now > bound) bound = now;
+  }
+  int64_t token = -1;
+  float most = kNegInf;
+  for (int i = 0; i < W; ++i)
+    if (best[i] > most || (best[i] == most && token >= 0 && where[i] < token))
+      most = best[i], token = where[i];
+  return token;
+}
+
+}  // namespace
+
+int sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab, int64_t row_stride,
+           const float *temperature, const int32_t *top_k, const float *top_p, const float *min_p,
+           const uint64_t *seed, const uint64_t *counter) {
+  if (vocab <= 0 || vocab > 0x7fffffff - 64) return OCTAVO_BAD_ARGUMENT;
+  const int threads = rows * vocab < 32768 ? 1 : octavo::max_threads();
+  const bool filters = top_k || top_p;
+  const int64_t bytes = filters ? memory_bytes(vocab) : 0;
+  char *memory = filters ? static_cast<char *>(octavo::scratch(size_t(bytes * threads))) : nullptr;
+  if (filters && !memory) return OCTAVO_NO_MEMORY;
+  parallel(rows, 1, threads, [&](int slot, int64_t begin, int64_t end) {
+    Memory m = {};
+    if (filters) {
+      char *mine = memory + slot * bytes;
+      m.mass = reinterpret_cast<double *>(mine);
+      m.count = reinterpret_cast<int32_t *>(mine + kBins * 8);
+      m.value = reinterpret_cast<float *>(mine + kHistogramBytes);
+      m.weight = m.value + ((vocab + 31) & ~15);
+    }
+    for (int64_t b = begin; b < end; ++b) {
+      Row r = {logits + b * row_stride, vocab, 0, temperature ? temperature[b] : 1.0f};
+      out[b] = argmax(r.logits, vocab, &r.top);
+      if (out[b] < 0 || !(r.scale > 0) || r.top == __builtin_inff()) continue;
+      const float floor = threshold(r, m, top_k ? top_k[b] : 0, top_p ? top_p[b] : 1.0f,
+                                    min_p ? min_p[b] : 0.0f);
+      const uint64_t key = splitmix64((seed ? seed[b] : 0) ^ splitmix64(counter ? counter[b] : 0));
+      out[b] = draw(r, floor, key, out[b]);
+    }
+  });
+  return OCTAVO_OK;
+}
+
+int token_logprobs(float *logprob, int64_t *rank, float *logsumexp, const float *logits,
+                   const int64_t *ids, int64_t rows, int64_t vocab, int64_t row_stride) {
+  const int threads = rows * vocab < 32768 ? 1 : octavo::max_threads();
+  parallel(rows, 1, threads, [&](int, int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      const float *x = logits + b * row_stride, mine = x[ids[b]];
+      float top;
+      argmax(x, vocab, &top);
+      double sum = 0;
+      int64_t larger = 0;
+      for (int64_t from = 0; from < vocab; from += 1024) {
+        vf s = {};
+        vi n = {};
+        each(x, from, from + 1024 < vocab ? from + 1024 : vocab, [&](vf v, int64_t) {
+          s = s + exp(v - splat(top));
+          n = n - (v > splat(mine));
+        });
+        sum += double(hsum(s));
+        for (int i = 0; i < W; ++i) larger += n[i];
+      }
+      logsumexp[b] = float(double(top) + __builtin_log(sum));
+      logprob[b] = float(double(mine) - double(top) - __builtin_log(sum));
+      rank[b] = larger + 1;
+    }
+  });
+  return OCTAVO_OK;
+}
+
+}  // namespace OCTAVO_NS

@@ -1,0 +1,11 @@
+// The table of this variant: everything the sibling files define for it.
+#include "table.h"
+
+#include "variant.h"
+
+extern const KernelTable OCTAVO_TABLE;
+const KernelTable OCTAVO_TABLE = {
+    OCTAVO_ISA_NAME,        OCTAVO_NS::write_kv, OCTAVO_NS::paged_attention, OCTAVO_NS::rms_norm,
+    OCTAVO_NS::add_rms_norm, OCTAVO_NS::rotary,  OCTAVO_NS::act_and_mul,     OCTAVO_NS::sample,
+    OCTAVO_NS::token_logprobs,
+};

@@ -1,0 +1,15 @@
+// One row of the dispatch table: the same kernels compiled for one instruction set.
+#pragma once
+#include "octavo_cpu.h"
+
+struct KernelTable {
+  const char *name;
+  decltype(&octavo_write_kv) write_kv;
+  decltype(&octavo_paged_attention) paged_attention;
+  decltype(&octavo_rms_norm) rms_norm;
+  decltype(&octavo_add_rms_norm) add_rms_norm;
+  decltype(&octavo_rotary) rotary;
+  decltype(&octavo_act_and_mul) act_and_mul;
+  decltype(&octavo_sample) sample;
+  decltype(&octavo_token_logprobs) token_logprobs;
+};

@@ -1,0 +1,299 @@
+"""GGUF: tables, configurations, dequantisation, and weights as the original model has them."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES
+
+from octavo.core.loading.errors import ConfigError, CorruptFileError, WeightsError
+from octavo.core.loading.files import ModelFiles
+from octavo.core.loading.gguf import GgufFile
+from octavo.core.loading.gguf_config import gguf_config, llama3_factors
+from octavo.core.loading.gguf_dequant import dequantize
+from octavo.core.loading.gguf_weights import GgufWeights
+from octavo.core.loading.hf_config import load_config
+from octavo.core.loading.weights import open_weights
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDE, LAYERS, VOCAB = 4, 2, 16, 64, 96, 2, 32
+
+
+def _original(family: str, tied: bool = True) -> dict[str, np.ndarray[Any, Any]]:
+    """Random weights of a tiny model, named as in its safetensors."""
+    random = np.random.default_rng(7)
+
+    def make(*shape: int) -> np.ndarray[Any, Any]:
+        return random.standard_normal(shape).astype(np.float32)
+
+    weights = {"model.embed_tokens.weight": make(VOCAB, HIDDEN), "model.norm.weight": make(HIDDEN)}
+    if not tied:
+        weights["lm_head.weight"] = make(VOCAB, HIDDEN)
+    for i in range(LAYERS):
+        at = f"model.layers.{i}."
+        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            weights[f"{at}self_attn.{name}_proj.weight"] = make(rows * HEAD_DIM, HIDDEN)
+            if family == "qwen2":
+                weights[f"{at}self_attn.{name}_proj.bias"] = make(rows * HEAD_DIM)
+        if family in ("qwen3", "gemma3"):
+            weights[f"{at}self_attn.q_norm.weight"] = make(HEAD_DIM)
+            weights[f"{at}self_attn.k_norm.weight"] = make(HEAD_DIM)
+        weights[f"{at}self_attn.o_proj.weight"] = make(HIDDEN, HEADS * HEAD_DIM)
+        weights[f"{at}mlp.gate_proj.weight"] = make(WIDE, HIDDEN)
+        weights[f"{at}mlp.up_proj.weight"] = make(WIDE, HIDDEN)
+        weights[f"{at}mlp.down_proj.weight"] = make(HIDDEN, WIDE)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if family == "gemma3":
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for norm in norms:
+            weights[f"{at}{norm}.weight"] = make(HIDDEN)
+    return weights
+
+
+def _permute(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """What llama.cpp's converter does to Llama's query and key rows."""
+    shape = (heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
+
+
+def _write(
+    path: Path,
+    family: str,
+    weights: dict[str, np.ndarray[Any, Any]],
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    extra: dict[str, np.ndarray[Any, Any]] | None = None,
+) -> None:
+    """Write a model to GGUF as llama.cpp's converter would, by the gguf package's own name map."""
+    arch = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gemma3": "GEMMA3"}[family]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], LAYERS)
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(WIDE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500_000.0)
+    writer.add_vocab_size(VOCAB)
+    if family == "llama":
+        writer.add_rope_dimension_count(HEAD_DIM)
+    else:
+        writer.add_key_length(HEAD_DIM)
+    for name, value in weights.items():
+        stem, suffix = name.rsplit(".", 1)
+        if family == "llama" and ("q_proj" in name or "k_proj" in name):
+            value = _permute(value, HEADS if "q_proj" in name else KV_HEADS)
+        if family == "gemma3" and name.endswith("norm.weight"):
+            value = value + 1
+        target = f"{names.get_name(stem)}.{suffix}"
+        if kind != gguf.GGMLQuantizationType.F32 and value.ndim == 2:
+            writer.add_tensor(target, gguf.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(target, value)
+    for name, value in (extra or {}).items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_weights_are_the_original_ones(family: str, tmp_path: Path) -> None:
+    original = _original(family, tied=family != "llama")
+    _write(tmp_path / "m.gguf", family, original)
+    files = ModelFiles("m", "gguf", tmp_path / "m.gguf", "m")
+    source = open_weights(files)
+    assert {n: i.shape for n, i in source.names().items()} == {
+        n: v.shape for n, v in original.items()
+    }
+    for name, value in original.items():
+        got = source.get(name)
+        if family == "gemma3" and name.endswith("norm.weight"):  # (w + 1) - 1 rounds
+            torch.testing.assert_close(got, torch.from_numpy(value), atol=3e-7, rtol=0)
+        else:
+            assert torch.equal(got, torch.from_numpy(value)), name
+    assert load_config(files)["tie_word_embeddings"] is (family != "llama")
+    source.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_projections_of_a_quantised_file_point_the_same_way(family: str, tmp_path: Path) -> None:
+    original = _original(family)
+    _write(tmp_path / "m.gguf", family, original, gguf.GGMLQuantizationType.Q8_0)
+    source = GgufWeights(tmp_path / "m.gguf")
+    for name, value in original.items():
+        if "_proj.weight" in name:
+            reference = torch.from_numpy(value)
+            x = torch.randn(8, reference.shape[1], generator=torch.Generator().manual_seed(0))
+            a, b = x @ reference.T, x @ source.get(name).T
+            assert torch.cosine_similarity(a, b).min() > 0.999, name
+
+
+def test_rotary_table_is_tolerated_and_told_by_the_config(tmp_path: Path) -> None:
+    factors = np.array(llama3_factors(HEAD_DIM // 2, 500_000.0, 8.0), dtype=np.float32)
+    assert factors[0] == 1 and factors[-1] == 8
+    path = tmp_path / "m.gguf"
+    _write(path, "llama", _original("llama"), extra={"rope_freqs.weight": factors})
+    assert set(GgufWeights(path).shapes()) == set(_original("llama"))
+    scaling = gguf_config(path)["rope_scaling"]
+    assert (scaling["rope_type"], scaling["factor"]) == ("llama3", 8.0)
+    other = np.linspace(1, 4, HEAD_DIM // 2).astype(np.float32)
+    _write(path, "llama", _original("llama"), extra={"rope_freqs.weight": other})
+    scaling = gguf_config(path)["rope_scaling"]
+    assert scaling["rope_type"] == "longrope" and scaling["long_factor"] == other.tolist()
+    assert scaling["attention_factor"] == 1.0
+
+
+def test_llama3_factors_are_those_of_transformers() -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 500_000.0,
+    }
+    config = LlamaConfig(hidden_size=512, num_attention_heads=8, rope_parameters=scaling)
+    got, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1.0 / 500_000.0 ** (torch.arange(0, 64, 2) / 64)
+    expected = plain / torch.tensor(llama3_factors(32, 500_000.0, 32.0))
+    torch.testing.assert_close(got, expected)
+
+
+def test_unknown_tensors_keep_their_names(tmp_path: Path) -> None:
+    extra = {"blk.0.mystery.weight": np.ones(4, dtype=np.float32)}
+    _write(tmp_path / "m.gguf", "llama", _original("llama"), extra=extra)
+    assert "blk.0.mystery.weight" in GgufWeights(tmp_path / "m.gguf").shapes()
+    with pytest.raises(WeightsError, match="nothing"):
+        GgufWeights(tmp_path / "m.gguf").get("nothing")
+
+
+_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_NL", "BF16"]
+
+
+@pytest.mark.parametrize("name", _TYPES)
+def test_dequantisation_is_bit_for_bit_that_of_gguf(name: str) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    block, width = GGML_QUANT_SIZES[kind]
+    columns, rows = 512, 200
+    raw = np.random.default_rng(3).integers(0, 256, (rows, columns // block * width), np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(raw, kind)
+        got = dequantize(torch.from_numpy(raw.reshape(-1)), int(kind), (rows, columns))
+    # Random scales include infinities: compare the bits, any NaN being as good as another.
+    np.testing.assert_array_equal(got.numpy(), expected)
+
+
+def test_smollm2_config_is_what_transformers_makes(smollm2_files: ModelFiles) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.from_pretrained(
+        smollm2_files.path.parent, gguf_file=smollm2_files.path.name
+    ).to_dict()
+    ours = load_config(smollm2_files)
+    rope = theirs.pop("rope_parameters")
+    assert ours.pop("rope_theta") == rope["rope_theta"]
+    assert ours.pop("rope_scaling") is None and rope["rope_type"] == "default"
+    theirs["architectures"] = ["LlamaForCausalLM"]
+    assert {key: theirs[key] for key in ours} == ours
+
+
+def test_gemma3_config_is_what_transformers_makes(tmp_path: Path) -> None:
+    from transformers import Gemma3TextConfig
+
+    _write(tmp_path / "m.gguf", "gemma3", _original("gemma3"))
+    ours = gguf_config(tmp_path / "m.gguf")
+    assert ours["rope_local_base_freq"] == 10_000.0 and ours["sliding_window_pattern"] == 6
+    assert ours["model_type"] == "gemma3_text" and ours["head_dim"] == HEAD_DIM
+    theirs = Gemma3TextConfig(**ours).to_dict()
+    assert theirs["rope_parameters"]["sliding_attention"]["rope_theta"] == 10_000.0
+    assert theirs["rope_parameters"]["full_attention"]["rope_theta"] == 500_000.0
+    default = Gemma3TextConfig(num_hidden_layers=LAYERS).to_dict()
+    for key in ("layer_types", "query_pre_attn_scalar", "hidden_activation", "attention_bias"):
+        assert ours[key] == default[key], key
+
+
+def test_smollm2_weights_are_what_the_gguf_package_reads(smollm2_files: ModelFiles) -> None:
+    source = open_weights(smollm2_files)
+    names = source.names()
+    assert len(names) == 272 and names["model.embed_tokens.weight"].shape == (49152, 576)
+    reader = gguf.GGUFReader(smollm2_files.path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for ours, theirs in (
+        ("model.embed_tokens.weight", "token_embd.weight"),
+        ("model.layers.3.mlp.down_proj.weight", "blk.3.ffn_down.weight"),
+        ("model.norm.weight", "output_norm.weight"),
+    ):
+        tensor = tensors[theirs]
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        np.testing.assert_array_equal(source.get(ours).numpy(), expected)
+    tensor = tensors["blk.3.attn_q.weight"]
+    stored = gguf.dequantize(tensor.data, tensor.tensor_type)
+    got = source.get("model.layers.3.self_attn.q_proj.weight").numpy()
+    np.testing.assert_array_equal(_permute(got, 9), stored)
+    source.close()
+
+
+def test_writing_to_a_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    _write(path, "llama", _original("llama"))
+    before = path.read_bytes()
+    source = GgufWeights(path)
+    tensor = source.get("model.norm.weight")
+    source.close()
+    tensor.zero_()
+    assert path.read_bytes() == before
+
+
+def test_truncated_and_damaged_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    _write(path, "llama", _original("llama"))
+    whole = path.read_bytes()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(whole[:-100])
+    with pytest.raises(CorruptFileError, match=r"broken\.gguf is truncated: tensor 'blk"):
+        GgufFile(broken)
+    for content in (b"", b"GG", whole[:30], whole[:200], b"PK" + whole[2:]):
+        broken.write_bytes(content)
+        with pytest.raises(CorruptFileError, match=r"broken\.gguf"):
+            GgufFile(broken)
+    broken.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1) + whole[24:])
+    with pytest.raises(CorruptFileError, match="more entries than bytes"):
+        GgufFile(broken)
+    broken.write_bytes(b"GGUF" + struct.pack(">I", 3) + whole[8:])
+    with pytest.raises(CorruptFileError, match="little-endian"):
+        GgufFile(broken)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="'mamba'; these are read: gemma3, llama"):
+        gguf_config(tmp_path / "m.gguf")
+
+
+def test_every_prefix_of_a_file_is_an_error_or_whole(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    _write(path, "qwen2", _original("qwen2"))
+    whole = path.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in range(1, 4000, 37):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(CorruptFileError):
+            GgufFile(cut)
+
+
+assert sys.byteorder == "little"  # what these tests write
