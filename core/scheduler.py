@@ -54,6 +54,14 @@ class SchedulerLimits:
     chunk_multiple: int = 1
     fcfs_only: bool = False
 
+    def __post_init__(self) -> None:
+        if self.max_logits_rows <= self.max_num_seqs:
+            raise ValueError(
+                f"max_logits_rows ({self.max_logits_rows}) must exceed max_num_seqs "
+                f"({self.max_num_seqs}): each sequence may draw in the same step, and a prompt whose "
+                "log-probabilities are asked for needs a row beside them"
+            )
+
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start, and what holds now. KV numbers are in blocks or slots (tokens)."""
@@ -79,10 +87,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Group:
-    """A request's live samples."""
+    """A request's live samples, and those that were aborted before they were forked."""
 
     request: Request
     live: dict[int, Sequence] = field(default_factory=dict)
+    unwanted: set[int] = field(default_factory=set)
 
 
 class Scheduler:
@@ -178,10 +187,28 @@ class Scheduler:
             if group is None:
                 continue
             for sequence in list(group.live.values()):
-                if index is None or sequence.index == index:
-                    reason: FinishReason = "abort" if index is None else "stop"
-                    updates.extend(self._finish(sequence, [], reason, None))
+                if index is None:
+                    updates.extend(self._finish(sequence, [], "abort", None))
+                elif sequence.index <= index < sequence.index + sequence.pending_samples:
+                    updates.extend(self._abort_sample(group, sequence, index))
         return updates
+
+    def _indices(self, sequence: Sequence) -> list[int]:
+        """The samples a sequence stands for: its own, or before the fork all that are wanted."""
+        if sequence.pending_samples == 1:
+            return [sequence.index]
+        unwanted = self._groups[sequence.request.id].unwanted
+        return [i for i in range(sequence.pending_samples) if i not in unwanted]
+
+    def _abort_sample(self, group: _Group, sequence: Sequence, index: int) -> list[SequenceUpdate]:
+        """Ends one sample with reason "stop". While it shares its sequence with siblings it is only marked."""
+        wanted = self._indices(sequence)
+        if index not in wanted:
+            return []
+        if len(wanted) == 1:
+            return self._finish(sequence, [], "stop", None)
+        group.unwanted.add(index)
+        return [_update(sequence, [], reason="stop", index=index)]
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
         """Ends every request of a step that could not be computed; the others are untouched."""
@@ -211,20 +238,22 @@ class Scheduler:
         copies: dict[int, int] = {}  # destination -> source
         preempted: list[str] = []
         budget = self.limits.max_num_batched_tokens
-        rows = self.limits.max_logits_rows
-        decodes = sum(
-            s.num_tokens - s.num_computed == 1 for s in self.running
-        )  # still to be planned
+        rows = self.limits.max_logits_rows - self._slots_taken  # each may draw in this step
+        decodes = sum(map(_decoding, self.running))  # still to be planned
         position = 0
         while position < len(self.running) and budget > 0:
             sequence = self.running[position]
-            decoding = sequence.num_tokens - sequence.num_computed == 1
+            decoding = _decoding(sequence)
             item = self._tokens_for(sequence, budget if decoding else budget - decodes, rows)
             decodes -= decoding
             if item is None:  # no room for its tokens or rows of logits beside the others
                 position += 1
                 continue
-            if not self._reserve(sequence, item, position, copies, preempted):
+            already = len(preempted)
+            kept = self._reserve(sequence, item, position, copies, preempted)
+            if len(preempted) > already:  # who is gone claims no part of the budget
+                decodes = sum(map(_decoding, self.running[position + kept :]))
+            if not kept:
                 continue  # it had to go itself: the next one stands at its position
             items.append(item)
             budget -= item.count
@@ -310,7 +339,8 @@ class Scheduler:
         while budget > 0 and (sequence := self._peek_waiting()) is not None:
             if self._slots_taken + sequence.pending_samples > self.limits.max_num_seqs:
                 return
-            if wants_prompt_logprobs(sequence) and rows <= 0:
+            rows -= sequence.pending_samples
+            if rows < wants_prompt_logprobs(sequence):
                 return
             if not self._take_blocks(sequence):
                 return
@@ -393,10 +423,15 @@ class Scheduler:
                         self._finish(sequence, [], "length", None, None, prompt_logprobs)
                     )
                 elif prompt_logprobs is not None:
-                    updates.append(_update(sequence, [], prompt_logprobs=prompt_logprobs))
+                    index = self._indices(sequence)[0]
+                    updates.append(
+                        _update(sequence, [], prompt_logprobs=prompt_logprobs, index=index)
+                    )
                 continue
             family = self._fork(sequence, item.samples)
             for sample, member in zip(samples, family, strict=True):
+                if member is None:
+                    continue
                 logprobs = result.logprobs[sample] if len(result.logprobs) else None
                 updates.extend(
                     self._take_token(member, int(result.tokens[sample]), logprobs, prompt_logprobs)
@@ -404,16 +439,28 @@ class Scheduler:
                 prompt_logprobs = None
         return updates
 
-    def _fork(self, sequence: Sequence, samples: int) -> list[Sequence]:
-        family = [sequence]
+    def _fork(self, sequence: Sequence, samples: int) -> list[Sequence | None]:
+        """The sequence and its siblings, with None for those nobody wants any more."""
+        family: list[Sequence | None] = [sequence]
         group = self._groups[sequence.request.id]
         for index in range(1, samples):
+            if index in group.unwanted:
+                family.append(None)
+                continue
             child = sequence.fork(index, self.blocks.blocks_for(sequence.num_computed))
             self.blocks.acquire(child.blocks)
             group.live[index] = child
             self._insert_running(child)
             family.append(child)
         sequence.pending_samples = 1
+        if samples > 1:
+            self._slots_taken -= len(group.unwanted)
+            if 0 in group.unwanted:
+                self._slots_taken += 1  # which _release gives back
+                self._release(sequence)
+                del group.live[0]
+                family[0] = None
+            group.unwanted.clear()
         return family
 
     def _take_token(
@@ -472,7 +519,7 @@ class Scheduler:
     ) -> list[SequenceUpdate]:
         group = self._groups[sequence.request.id]
         sequence.timings.finished = time.monotonic()
-        unborn = range(1, sequence.pending_samples)
+        indices = self._indices(sequence)  # samples that were never forked end with it
         if sequence.running:
             self._release(sequence)
         else:
@@ -481,12 +528,14 @@ class Scheduler:
         if not group.live:
             del self._groups[sequence.request.id]
             self._finished[reason] += 1
-        updates = [
-            _update(sequence, tokens, logprobs, prompt_logprobs, sequence.timings, reason, stop)
+        timings = sequence.timings
+        first = _update(
+            sequence, tokens, logprobs, prompt_logprobs, timings, reason, stop, indices[0]
+        )
+        siblings = [
+            msgspec.structs.replace(first, index=i, prompt_logprobs=None) for i in indices[1:]
         ]
-        for index in unborn:  # samples that were never forked end with the one they waited for
-            updates.append(msgspec.structs.replace(updates[0], index=index, prompt_logprobs=None))
-        return updates
+        return [first, *siblings]
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -559,6 +608,10 @@ class Scheduler:
         assert taken == self._slots_taken, f"{taken} slots are taken, {self._slots_taken} counted"
 
 
+def _decoding(sequence: Sequence) -> bool:
+    return sequence.num_tokens - sequence.num_computed == 1
+
+
 def wants_prompt_logprobs(sequence: Sequence) -> bool:
     """Whether prompt log-probabilities are still to be computed: then every row's logits are needed
     and no block may come from the prefix cache."""
@@ -590,10 +643,11 @@ def _update(
     timings: Timings | None = None,
     reason: FinishReason | None = None,
     stop: int | str | None = None,
+    index: int | None = None,
 ) -> SequenceUpdate:
     return SequenceUpdate(
         request_id=sequence.request.id,
-        index=sequence.index,
+        index=sequence.index if index is None else index,
         token_ids=tokens,
         finish_reason=reason,
         stop_reason=stop,
