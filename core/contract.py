@@ -164,7 +164,8 @@ class ExecutionPlan:
     kv_dtype: str
     layout: Literal["ranks", "spmd"] = "ranks"
     world_size: int = 1
-    max_logits_rows: int = 512  # rows of logits a step may hold (prompt logprobs are chunked to it)
+    # Rows of logits a step may hold, more than there are sequences; prompt logprobs are chunked to it.
+    max_logits_rows: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +411,7 @@ class Backend:
             ),
             dtype=limits.dtype,
             kv_dtype=limits.kv_dtype,
+            max_logits_rows=max(512, 2 * limits.max_num_seqs),
         )
 
     def memory(self, device: str) -> MemoryInfo:

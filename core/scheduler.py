@@ -54,6 +54,14 @@ class SchedulerLimits:
     chunk_multiple: int = 1
     fcfs_only: bool = False
 
+    def __post_init__(self) -> None:
+        if self.max_logits_rows <= self.max_num_seqs:
+            raise ValueError(
+                f"max_logits_rows ({self.max_logits_rows}) must exceed max_num_seqs "
+                f"({self.max_num_seqs}): each sequence may draw in the same step, and a prompt whose "
+                "log-probabilities are asked for needs a row beside them"
+            )
+
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start, and what holds now. KV numbers are in blocks or slots (tokens)."""
@@ -79,10 +87,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Group:
-    """A request's live samples."""
+    """A request's live samples, and those that were aborted before they were forked."""
 
     request: Request
     live: dict[int, Sequence] = field(default_factory=dict)
+    unwanted: set[int] = field(default_factory=set)
 
 
 class Scheduler:
@@ -165,11 +174,12 @@ class Scheduler:
         """Tokens that must be in the KV cache: all but the last output token."""
         return max(prompt, max_len - 1)
 
-    def abort(
-        self, targets: Iterable[AbortTarget], reason: FinishReason = "abort"
-    ) -> list[SequenceUpdate]:
-        """Ends requests, or single samples of them, at once. Unknown ones are ignored: they may have
-        finished while the abort was on its way. `reason` is what the metrics count."""
+    def abort(self, targets: Iterable[AbortTarget]) -> list[SequenceUpdate]:
+        """Ends requests (by id), or samples of them that hit a stop string (by (id, index)), at once.
+
+        A whole request ends with finish reason "abort", a sample with "stop". Unknown ones are
+        ignored: they may have finished while the abort was on its way.
+        """
         updates = []
         for target in targets:
             name, index = (target, None) if isinstance(target, str) else target
@@ -177,9 +187,28 @@ class Scheduler:
             if group is None:
                 continue
             for sequence in list(group.live.values()):
-                if index is None or sequence.index == index:
-                    updates.extend(self._finish(sequence, [], reason, None))
+                if index is None:
+                    updates.extend(self._finish(sequence, [], "abort", None))
+                elif sequence.index <= index < sequence.index + sequence.pending_samples:
+                    updates.extend(self._abort_sample(group, sequence, index))
         return updates
+
+    def _indices(self, sequence: Sequence) -> list[int]:
+        """The samples a sequence stands for: its own, or before the fork all that are wanted."""
+        if sequence.pending_samples == 1:
+            return [sequence.index]
+        unwanted = self._groups[sequence.request.id].unwanted
+        return [i for i in range(sequence.pending_samples) if i not in unwanted]
+
+    def _abort_sample(self, group: _Group, sequence: Sequence, index: int) -> list[SequenceUpdate]:
+        """Ends one sample with reason "stop". While it shares its sequence with siblings it is only marked."""
+        wanted = self._indices(sequence)
+        if index not in wanted:
+            return []
+        if len(wanted) == 1:
+            return self._finish(sequence, [], "stop", None)
+        group.unwanted.add(index)
+        return [_update(sequence, [], reason="stop", index=index)]
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
         """Ends every request of a step that could not be computed; the others are untouched."""
@@ -209,20 +238,22 @@ class Scheduler:
         copies: dict[int, int] = {}  # destination -> source
         preempted: list[str] = []
         budget = self.limits.max_num_batched_tokens
-        rows = self.limits.max_logits_rows
-        decodes = sum(
-            s.num_tokens - s.num_computed == 1 for s in self.running
-        )  # still to be planned
+        rows = self.limits.max_logits_rows - self._slots_taken  # each may draw in this step
+        decodes = sum(map(_decoding, self.running))  # still to be planned
         position = 0
         while position < len(self.running) and budget > 0:
             sequence = self.running[position]
-            decoding = sequence.num_tokens - sequence.num_computed == 1
+            decoding = _decoding(sequence)
             item = self._tokens_for(sequence, budget if decoding else budget - decodes, rows)
             decodes -= decoding
             if item is None:  # no room for its tokens or rows of logits beside the others
                 position += 1
                 continue
-            if not self._reserve(sequence, item, position, copies, preempted):
+            already = len(preempted)
+            kept = self._reserve(sequence, item, position, copies, preempted)
+            if len(preempted) > already:  # who is gone claims no part of the budget
+                decodes = sum(map(_decoding, self.running[position + kept :]))
+            if not kept:
                 continue  # it had to go itself: the next one stands at its position
             items.append(item)
             budget -= item.count
@@ -308,7 +339,8 @@ class Scheduler:
         while budget > 0 and (sequence := self._peek_waiting()) is not None:
             if self._slots_taken + sequence.pending_samples > self.limits.max_num_seqs:
                 return
-            if wants_prompt_logprobs(sequence) and rows <= 0:
+            rows -= sequence.pending_samples
+            if rows < wants_prompt_logprobs(sequence):
                 return
             if not self._take_blocks(sequence):
                 return
@@ -390,11 +422,16 @@ class Scheduler:
                     updates.extend(
                         self._finish(sequence, [], "length", None, None, prompt_logprobs)
                     )
-                elif prompt_logprobs:
-                    updates.append(_update(sequence, [], prompt_logprobs=prompt_logprobs))
+                elif prompt_logprobs is not None:
+                    index = self._indices(sequence)[0]
+                    updates.append(
+                        _update(sequence, [], prompt_logprobs=prompt_logprobs, index=index)
+                    )
                 continue
             family = self._fork(sequence, item.samples)
             for sample, member in zip(samples, family, strict=True):
+                if member is None:
+                    continue
                 logprobs = result.logprobs[sample] if len(result.logprobs) else None
                 updates.extend(
                     self._take_token(member, int(result.tokens[sample]), logprobs, prompt_logprobs)
@@ -402,16 +439,28 @@ class Scheduler:
                 prompt_logprobs = None
         return updates
 
-    def _fork(self, sequence: Sequence, samples: int) -> list[Sequence]:
-        family = [sequence]
+    def _fork(self, sequence: Sequence, samples: int) -> list[Sequence | None]:
+        """The sequence and its siblings, with None for those nobody wants any more."""
+        family: list[Sequence | None] = [sequence]
         group = self._groups[sequence.request.id]
         for index in range(1, samples):
+            if index in group.unwanted:
+                family.append(None)
+                continue
             child = sequence.fork(index, self.blocks.blocks_for(sequence.num_computed))
             self.blocks.acquire(child.blocks)
             group.live[index] = child
             self._insert_running(child)
             family.append(child)
         sequence.pending_samples = 1
+        if samples > 1:
+            self._slots_taken -= len(group.unwanted)
+            if 0 in group.unwanted:
+                self._slots_taken += 1  # which _release gives back
+                self._release(sequence)
+                del group.live[0]
+                family[0] = None
+            group.unwanted.clear()
         return family
 
     def _take_token(
@@ -450,12 +499,14 @@ class Scheduler:
     def _take_prompt_logprobs(
         self, item: ScheduledTokens, result: StepResult
     ) -> list[TokenLogprobs] | None:
+        """Collects what this step computed; the whole list once the prompt is done."""
         if not item.all_logits:
             return None
         sequence: Sequence = item.sequence
-        entries = result.prompt_logprobs.get(sequence.request.id, [])
-        sequence.prompt_logprobs_done += len(entries)
-        return entries
+        if sequence.prompt_logprobs is None:
+            sequence.prompt_logprobs = []
+        sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.request.id, ()))
+        return None if wants_prompt_logprobs(sequence) else sequence.prompt_logprobs
 
     def _finish(
         self,
@@ -468,7 +519,7 @@ class Scheduler:
     ) -> list[SequenceUpdate]:
         group = self._groups[sequence.request.id]
         sequence.timings.finished = time.monotonic()
-        unborn = range(1, sequence.pending_samples)
+        indices = self._indices(sequence)  # samples that were never forked end with it
         if sequence.running:
             self._release(sequence)
         else:
@@ -477,12 +528,14 @@ class Scheduler:
         if not group.live:
             del self._groups[sequence.request.id]
             self._finished[reason] += 1
-        updates = [
-            _update(sequence, tokens, logprobs, prompt_logprobs, sequence.timings, reason, stop)
+        timings = sequence.timings
+        first = _update(
+            sequence, tokens, logprobs, prompt_logprobs, timings, reason, stop, indices[0]
+        )
+        siblings = [
+            msgspec.structs.replace(first, index=i, prompt_logprobs=None) for i in indices[1:]
         ]
-        for index in unborn:  # samples that were never forked end with the one they waited for
-            updates.append(msgspec.structs.replace(updates[0], index=index, prompt_logprobs=None))
-        return updates
+        return [first, *siblings]
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -555,11 +608,18 @@ class Scheduler:
         assert taken == self._slots_taken, f"{taken} slots are taken, {self._slots_taken} counted"
 
 
+def _decoding(sequence: Sequence) -> bool:
+    return sequence.num_tokens - sequence.num_computed == 1
+
+
 def wants_prompt_logprobs(sequence: Sequence) -> bool:
     """Whether prompt log-probabilities are still to be computed: then every row's logits are needed
     and no block may come from the prefix cache."""
-    wanted = sequence.request.params.prompt_logprobs is not None
-    return wanted and sequence.prompt_logprobs_done < sequence.num_prompt - 1
+    if sequence.request.params.prompt_logprobs is None:
+        return False
+    return (
+        sequence.prompt_logprobs is None or sequence.prompt_logprobs_done < sequence.num_prompt - 1
+    )
 
 
 def stop_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
@@ -583,10 +643,11 @@ def _update(
     timings: Timings | None = None,
     reason: FinishReason | None = None,
     stop: int | str | None = None,
+    index: int | None = None,
 ) -> SequenceUpdate:
     return SequenceUpdate(
         request_id=sequence.request.id,
-        index=sequence.index,
+        index=sequence.index if index is None else index,
         token_ids=tokens,
         finish_reason=reason,
         stop_reason=stop,

@@ -218,6 +218,12 @@ def _validated(
         raise ConfigError(
             f"{who} asks for lanes that this engine cannot schedule yet: {plan.lanes}"
         )
+    seqs = min(config.max_num_seqs, plan.lanes[0].max_seqs)
+    if plan.max_logits_rows <= seqs:
+        raise ConfigError(
+            f"{who} computes {plan.max_logits_rows} rows of logits in a step, and {seqs} sequences may "
+            f"each draw from one: use --max-num-seqs {plan.max_logits_rows - 1} or less"
+        )
     if (plan.layout, plan.world_size) != ("ranks", 1):
         raise ConfigError(
             f"{who} asks for {plan.world_size} ranks ({plan.layout}); this engine runs one"

@@ -7,6 +7,7 @@ when it runs.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -24,7 +25,9 @@ _COMMANDS = {
     "devices": "backends, and the devices they find",
     "models": "models kept on this machine",
     "bench": "measure throughput",
+    "backend": "check a backend against the contract",
 }
+_HERE = "octavo.core.entry.cli"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,41 +51,56 @@ def _fail(message: str, code: int = 2) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command. Exit codes: 0, 1 failure, 2 a mistake in what was asked, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {n: s for n, s in _COMMANDS.items() if find_spec(f"{_HERE}.{n}") is not None}
+    # Told apart by hand: each command has a parser of its own, made only when it is called.
+    if arguments and arguments[0] in commands:
+        _run(arguments[0], arguments[1:])
+        return
     parser = _Parser(
         prog="octavo",
+        usage="octavo COMMAND …",
         description="Run and serve language models on the hardware you have.",
-        allow_abbrev=False,
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<10} {summary}" for name, summary in commands.items())
+        + "\n\noctavo COMMAND --help tells the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"octavo {octavo.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = next((a for a in arguments if not a.startswith("-")), None)
-    for name, summary in _COMMANDS.items():
-        module = f"octavo.core.entry.cli.{name}"
-        if find_spec(module) is None:
-            continue
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if name == chosen:  # the others' options are not asked for
-            import_module(module).add_arguments(command)
-            command.set_defaults(run=import_module(module).run)
-    _run(parser.parse_args([_dashed(a) for a in arguments]))
+    _, rest = parser.parse_known_args(arguments)
+    if not rest:
+        parser.error("no command given")
+    parser.error(f"no command {rest[0]!r}{nearest(rest[0], commands)}")
 
 
-def _run(options: argparse.Namespace) -> None:
-    from octavo.core.entry.engine_client import EngineDeadError
-    from octavo.core.types import ParamError
-
+def _run(command: str, arguments: Sequence[str]) -> None:
+    summary = _COMMANDS[command]
+    parser = _Parser(prog=f"octavo {command}", description=summary, allow_abbrev=False)
+    module = import_module(f"{_HERE}.{command}")
+    module.add_arguments(parser)
+    options = parser.parse_args([_dashed(argument) for argument in arguments])
     try:
-        options.run(options)
-    except (ConfigError, ModelError, ParamError) as error:
-        _fail(str(error))
+        module.run(options)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # whoever reads our output has seen enough
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (CommandFailed, EngineDeadError) as error:
-        _fail(str(error), 1)
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        _fail(str(error), code)
+
+
+def _exit_code(error: Exception) -> int | None:
+    """2 for a mistake in what was asked, 1 for a failure in what was done, None for a bug."""
+    from octavo.core.entry.engine_client import EngineDeadError
+    from octavo.core.types import ParamError
+
+    if isinstance(error, (ConfigError, ModelError, ParamError)):
+        return 2
+    return 1 if isinstance(error, (CommandFailed, EngineDeadError)) else None
 
 
 def _dashed(argument: str) -> str:

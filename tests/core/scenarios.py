@@ -1,0 +1,181 @@
+"""Random mixes of requests for the null engine of `support`, and what must hold when they are played."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from support import EOS, VOCAB, Rig, expected_tokens, request, rig
+
+from octavo.core.scheduler import MAX_PREEMPTIONS
+from octavo.core.types import Request, RequestRefused
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that comes before step `at`."""
+
+    at: int
+    prompt_length: int
+    shared: int  # leading tokens taken from a common text
+    max_tokens: int | None
+    n: int = 1
+    priority: int = 0
+    seed: int | None = None
+    prompt_logprobs: bool = False
+    salt: str | None = None
+    stops: bool = False
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Before step `at`, request number `target` ends, or its sample `index`."""
+
+    at: int
+    target: int
+    index: int | None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    blocks: int
+    block_size: int
+    budget: int
+    max_num_seqs: int
+    rows: int
+    chunk_multiple: int
+    max_model_len: int
+    prefix_caching: bool
+    arrivals: tuple[Arrival, ...]
+    aborts: tuple[Abort, ...]
+
+
+_COMMON = [random.Random(1).randrange(VOCAB) for _ in range(4096)]
+
+
+def scenario_request(number: int, a: Arrival) -> Request:
+    dice = random.Random(number)
+    prompt = _COMMON[: a.shared] + [
+        dice.randrange(VOCAB) for _ in range(a.prompt_length - a.shared)
+    ]
+    return request(
+        str(number),
+        prompt[: a.prompt_length],
+        eos=EOS if a.stops else (),
+        max_tokens=a.max_tokens,
+        n=a.n,
+        priority=a.priority,
+        seed=a.seed,
+        temperature=0.0 if a.seed is None else 1.0,
+        prompt_logprobs=0 if a.prompt_logprobs else None,
+        cache_salt=a.salt,
+        stop_token_ids=list(range(20, 40)) if a.stops else None,
+    )
+
+
+def play(s: Scenario) -> tuple[int, Rig]:
+    """Runs a scenario to its end and checks all that must hold. Returns its steps."""
+    r = rig(
+        blocks=s.blocks, block_size=s.block_size, budget=s.budget, max_num_seqs=s.max_num_seqs,
+        rows=s.rows, chunk_multiple=s.chunk_multiple, max_model_len=s.max_model_len,
+        prefix_caching=s.prefix_caching,
+    )  # fmt: skip
+    requests = [scenario_request(i, a) for i, a in enumerate(s.arrivals)]
+    refused: set[str] = set()
+    aborted: dict[tuple[str, int], str] = {}
+    events = sorted([*s.arrivals, *s.aborts], key=lambda e: e.at)
+    numbers = {id(a): i for i, a in enumerate(s.arrivals)}
+    pool = (s.blocks - 1) * s.block_size
+    work = sum(
+        min(s.max_model_len, a.prompt_length + (a.max_tokens or s.max_model_len)) * a.n
+        for a in s.arrivals
+    )
+    bound = (MAX_PREEMPTIONS + 2) * work + len(events) + 10
+    steps = now = 0
+    while events or r.engine.has_unfinished():
+        while events and (events[0].at <= now or not r.engine.has_unfinished()):
+            event = events.pop(0)
+            if isinstance(event, Arrival):
+                name = str(numbers[id(event)])
+                try:
+                    r.engine.add(requests[int(name)])
+                except RequestRefused as error:
+                    refused.add(name)
+                    assert sum(c.isdigit() for c in str(error)) >= 2, error
+            elif event.target < len(requests):
+                name = str(event.target)
+                before = dict(r.finished)
+                target = name if event.index is None else (name, event.index)
+                r.take(r.engine.abort([target]))
+                new = set(r.finished) - set(before)
+                if event.index is not None:
+                    assert new <= {(name, event.index)}
+                aborted |= dict.fromkeys(new, "abort" if event.index is None else "stop")
+            r.scheduler.check()
+        if r.engine.has_unfinished():
+            r.step()
+            steps += 1
+            assert steps <= bound, f"{steps} steps for {work} tokens"
+        now += 1
+    r.check_empty()
+    for q in requests:
+        keys = [(q.id, k) for k in range(q.params.n)]
+        if q.id in refused:
+            assert not any(k in r.finished for k in keys)
+            continue
+        for key in keys:
+            if key not in r.finished:
+                raise AssertionError(f"{key} never ended")
+            wanted = expected_tokens(q, key[1], s.max_model_len, pool)
+            got, reason = r.tokens[key], r.finished[key].finish_reason
+            if key in aborted:
+                assert got == wanted[: len(got)] and reason == aborted[key]
+            else:
+                assert got == wanted, key
+                assert reason in ("stop", "length")
+        if q.params.prompt_logprobs is not None and keys[0] not in aborted:
+            entries = r.prompt_logprobs[q.id]
+            assert [e.token_id for e in entries] == q.prompt_token_ids[1:]
+            assert [e.logprob for e in entries] == [-float(p + 1) for p in range(len(entries))]
+    return steps, r
+
+
+def random_scenario(dice: random.Random) -> Scenario:
+    """A scenario drawn from wide ranges: tiny pools and budgets are as likely as ample ones."""
+    size = dice.choice([1, 2, 3, 4, 8, 16])
+    longest = dice.choice([8, 24, 60, 150])
+    need = math.ceil(longest / size)
+    count = dice.randint(1, 14)
+    arrivals = tuple(
+        Arrival(
+            at=dice.randint(0, 40),
+            prompt_length=(length := dice.randint(1, longest)),
+            shared=dice.choice([0, 0, length // 2, length]),
+            max_tokens=dice.choice([None, 0, 1, dice.randint(1, 40)]),
+            n=dice.choice([1, 1, 1, 2, 3, 5]),
+            priority=dice.choice([0, 0, 0, -1, 1]),
+            seed=dice.choice([None, dice.randint(0, 99)]),
+            prompt_logprobs=dice.random() < 0.15,
+            salt=dice.choice([None, None, "a"]),
+            stops=dice.random() < 0.5,
+        )
+        for _ in range(count)
+    )
+    aborts = tuple(
+        Abort(dice.randint(0, 60), dice.randrange(count), dice.choice([None, 0, 1, 2]))
+        for _ in range(dice.choice([0, 0, 1, 4, 8]))
+    )
+    return Scenario(
+        blocks=1
+        + dice.choice([max(1, need // 2), need, need + 1, 2 * need, 3 * need + 2, 20 * need]),
+        block_size=size,
+        budget=dice.choice([1, 2, 3, 5, 8, 32, 200]),
+        max_num_seqs=dice.choice([1, 2, 3, 5, 8, 32]),
+        rows=dice.choice([1, 4, 16, 300]),
+        chunk_multiple=dice.choice([1, 1, 4]),
+        max_model_len=longest,
+        prefix_caching=dice.random() < 0.7,
+        arrivals=arrivals,
+        aborts=aborts,
+    )

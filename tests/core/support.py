@@ -1,0 +1,332 @@
+"""A model that is a hash function: the real scheduler and engine, without a chip or weights.
+
+The KV cache is one number per slot. The number at position p is computed from the number that the
+cache holds at position p - 1, read through the block table, and from token p. So it spells the whole
+sequence up to p, and a block that was shared, copied, evicted or overwritten wrongly shows at once:
+the runner compares every scheduled sequence's slots with what they must hold, and the next token is a
+hash of the last slot.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from octavo.core.batch import build_batch, prompt_logprob_rows
+from octavo.core.blocks import BlockManager, root_hash
+from octavo.core.contract import Lane
+from octavo.core.engine import Engine, ModelInfo
+from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler, SchedulerLimits
+from octavo.core.sequence import Sequence
+from octavo.core.types import (
+    Request,
+    SamplingParams,
+    SequenceUpdate,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+VOCAB = 997
+EOS = (2, 7)
+_MASK = 2**64 - 1
+_WEIGHTS = np.random.default_rng(7).integers(1, 2**63, 1 << 13, dtype=np.uint64) | np.uint64(1)
+
+
+def mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _root(request: Request) -> int:
+    root = root_hash(request.adapter, request.cache_salt, request.image_hashes)
+    return int.from_bytes(root[:8], "little")
+
+
+def content(root: int, tokens: np.ndarray, start: int = 0, before: int | None = None) -> np.ndarray:
+    """The KV numbers of tokens at positions `start`…, after the number `before` (or the root)."""
+    with np.errstate(over="ignore"):
+        steps = (tokens.astype(np.uint64) + np.uint64(1)) * _WEIGHTS[start : start + len(tokens)]
+        return np.cumsum(steps, dtype=np.uint64) + np.uint64(root if before is None else before)
+
+
+def token_after(last: int, params: SamplingParams, seed: int) -> int:
+    return mix((last ^ (0 if params.greedy else seed)) & _MASK) % VOCAB
+
+
+def expected_tokens(request: Request, index: int, max_model_len: int, pool: int) -> list[int]:
+    """What sample `index` of a request must put out, computed without scheduler and cache."""
+    params, tokens = request.params, list(request.prompt_token_ids)
+    longest = (
+        min(max_model_len, len(tokens) + params.max_tokens)
+        if params.max_tokens is not None
+        else (min(max_model_len, pool + 1))
+    )
+    seed = ((params.seed or 0) + index * 0x9E3779B97F4A7C15) & _MASK
+    last = int(content(_root(request), np.array(tokens))[-1])
+    out: list[int] = []
+    stops = set(params.stop_token_ids or ()) | set(
+        () if params.ignore_eos else request.eos_token_ids
+    )
+    while len(tokens) + len(out) < longest:
+        token = token_after(last, params, seed)
+        out.append(token)
+        position = len(tokens) + len(out) - 1
+        last = (last + (token + 1) * int(_WEIGHTS[position])) & _MASK
+        if token in stops and len(out) >= params.min_tokens:
+            break
+    return out
+
+
+class AuditFailure(BaseException):
+    """A plan or the KV cache is wrong. No `Exception`: an engine ends a step's requests on those."""
+
+
+class NullRunner:
+    """Computes steps on numbers, and audits every plan on the way.
+
+    forced: request id -> tokens it puts out, whatever its hash says.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, limits: SchedulerLimits, lane: Lane | None = None
+    ) -> None:
+        self.blocks, self.limits = blocks, limits
+        self.lane = lane or Lane(
+            max_seqs=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens
+        )
+        self.kv = np.zeros(blocks.num_blocks * blocks.block_size, np.uint64)
+        self.forced: dict[str, list[int]] = {}
+        self.hook: Callable[[StepPlan], None] | None = None
+        self.steps = 0
+        self.copies = 0
+        self.closed = False
+
+    def execute(self, step: StepPlan) -> StepResult:
+        try:
+            return self._execute(step)
+        except AssertionError as error:
+            raise AuditFailure(str(error)) from error
+
+    def _execute(self, step: StepPlan) -> StepResult:
+        self.steps += 1
+        if self.hook is not None:
+            self.hook(step)
+        self._audit(step)
+        size = self.blocks.block_size
+        pages = self.kv.reshape(-1, size)
+        self.copies += len(step.copies)
+        for source, target in step.copies:
+            pages[target] = pages[source]
+        batch = build_batch(step, self.lane, size)
+        assert batch.num_tokens == step.num_tokens
+        last: list[int] = []
+        slots, table = batch.slots[0], batch.block_tables[0]
+        written = slots[: batch.num_tokens]
+        assert len(np.unique(written)) == len(written), "a slot is written twice in one step"
+        assert (slots[batch.num_tokens :] == -1).all()
+        owned = np.unique(written // size)
+        for block in owned.tolist():
+            assert block and self.blocks._refs[block] == 1, f"block {block} is written while shared"
+            assert self.blocks._hash_of[block] is None, f"block {block} is written while cached"
+        bases = []
+        for i in range(batch.num_seqs):
+            start = int(batch.positions[batch.query_start[i]])
+            before = table[i, (start - 1) // size] * size + (start - 1) % size if start else 0
+            bases.append(int(self.kv[before]) if start else None)
+        for i, item in enumerate(step.items):
+            first, end = int(batch.query_start[i]), int(batch.query_start[i + 1])
+            root = _root(item.sequence.request)
+            values = content(
+                root, batch.token_ids[first:end], int(batch.positions[first]), bases[i]
+            )
+            self.kv[slots[first:end]] = values
+        for i, item in enumerate(step.items):
+            self._verify(
+                item.sequence, table[i], int(batch.context_lens[i]), item.start + item.count
+            )
+            place = item.start + item.count - 1
+            last.append(int(self.kv[table[i, place // size] * size + place % size]))
+        rows = list(batch.logits_rows.tolist())
+        drawn = sum(item.samples for item in step.items)
+        assert rows[:drawn] == [
+            int(batch.query_start[i + 1]) - 1
+            for i, it in enumerate(step.items)
+            for _ in range(it.samples)
+        ]
+        tokens = [
+            self._token(item.sequence, k, last[i])
+            for i, item in enumerate(step.items)
+            for k in range(item.samples)
+        ]
+        prompt = {
+            item.sequence.request.id: [
+                TokenLogprobs(int(item.sequence.tokens[p + 1]), -float(p + 1), 1, [], [])
+                for p in prompt_logprob_rows(item)
+            ]
+            for item in step.items
+            if item.all_logits
+        }
+        assert len(rows) - drawn == sum(len(v) for v in prompt.values())
+        return StepResult(np.array(tokens, np.int64), (), prompt)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _token(self, sequence: Sequence, sample: int, last: int) -> int:
+        forced = self.forced.get(sequence.request.id)
+        if forced is not None:
+            return forced[min(sequence.num_output, len(forced) - 1)]
+        return token_after(last, sequence.request.params, sequence.sample_seed(sample))
+
+    def _verify(self, sequence: Sequence, row: np.ndarray, context: int, end: int) -> None:
+        assert context == end
+        at = np.arange(context)
+        held = self.kv[
+            row[at // self.blocks.block_size] * self.blocks.block_size + at % self.blocks.block_size
+        ]
+        right = content(_root(sequence.request), sequence.tokens[:context])
+        if not (held == right).all():
+            place = int(np.argmax(held != right))
+            raise AssertionError(
+                f"{sequence.request.id}/{sequence.index}: position {place} of {context} holds another "
+                f"sequence's KV (block {row[place // self.blocks.block_size]})"
+            )
+
+    def _audit(self, step: StepPlan) -> None:
+        limits = self.limits
+        assert step.items, "an empty plan"
+        assert step.num_tokens <= limits.max_num_batched_tokens
+        assert len(step.items) <= limits.max_num_seqs
+        rows = sum(i.samples + len(prompt_logprob_rows(i)) for i in step.items)
+        assert rows <= limits.max_logits_rows, f"{rows} rows of logits in a step"
+        names = [(i.sequence.request.id, i.sequence.index) for i in step.items]
+        assert len(set(names)) == len(names), "a sequence stands twice in a plan"
+        targets = [target for _, target in step.copies]
+        assert len(set(targets)) == len(targets), "a block is copied to twice"
+        owners = defaultdict(int)
+        for item in step.items:
+            assert item.sequence.running
+            assert item.count >= 1 and item.start == item.sequence.num_computed
+            for block in item.sequence.blocks:
+                owners[block] += 1
+        for target in targets:
+            assert owners[target] == 1 and self.blocks._refs[target] == 1, (
+                "a copy nobody owns alone"
+            )
+
+
+@dataclass
+class Rig:
+    """A null engine and what its requests have put out so far."""
+
+    engine: Engine
+    runner: NullRunner
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    finished: dict[tuple[str, int], SequenceUpdate] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    worst_preemptions: int = 0
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
+
+    def take(self, updates: Iterable[SequenceUpdate]) -> None:
+        for update in updates:
+            key = (update.request_id, update.index)
+            assert key not in self.finished, f"{key} went on after its end"
+            self.tokens[key].extend(update.token_ids)
+            if update.prompt_logprobs:
+                self.prompt_logprobs[update.request_id].extend(update.prompt_logprobs)
+            if update.finish_reason is not None:
+                self.finished[key] = update
+
+    def step(self) -> list[SequenceUpdate]:
+        updates = self.engine.step()
+        self.take(updates)
+        self.scheduler.check()
+        for sequence in self.scheduler.sequences():
+            self.worst_preemptions = max(self.worst_preemptions, sequence.preemptions)
+        assert self.worst_preemptions <= MAX_PREEMPTIONS + 1
+        return updates
+
+    def run(self, bound: int = 100_000) -> int:
+        """Steps until all is done; returns how many it took."""
+        for steps in range(bound):
+            if not self.engine.has_unfinished():
+                return steps
+            self.step()
+        raise AssertionError(f"unfinished after {bound} steps: {self.scheduler.stats()}")
+
+    def check_empty(self) -> None:
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
+        assert self.scheduler.blocks.num_free == self.scheduler.blocks.usable
+        assert not self.scheduler.running and not list(self.scheduler.sequences())
+        assert self.scheduler._slots_taken == 0
+
+
+def model_info(max_model_len: int = 4096, **changes: object) -> ModelInfo:
+    values: dict[str, object] = {
+        "name": "null", "architecture": "Null", "max_model_len": max_model_len, "vocab_size": VOCAB,
+        "eos_token_ids": EOS, "device": "null", "device_reason": "", "backend": "null", "dtype": "float32",
+        "kv_dtype": "float32", "block_size": 16, "num_kv_blocks": 0, "kv_bytes": 0, "weight_bytes": 0,
+        "max_num_seqs": 0, "max_num_batched_tokens": 0,
+    }  # fmt: skip
+    return ModelInfo(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def rig(
+    *,
+    blocks: int = 1000,
+    block_size: int = 16,
+    max_num_seqs: int = 64,
+    budget: int = 512,
+    max_model_len: int = 4096,
+    rows: int = 512,
+    chunk_multiple: int = 1,
+    prefix_caching: bool = True,
+    fcfs_only: bool = False,
+    lane: Lane | None = None,
+) -> Rig:
+    """A null engine; `blocks` includes the null block."""
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        max_logits_rows=max(rows, max_num_seqs + 1),
+        chunk_multiple=chunk_multiple,
+        fcfs_only=fcfs_only,
+    )
+    manager = BlockManager(blocks, block_size, prefix_caching)
+    runner = NullRunner(manager, limits, lane)
+    return Rig(Engine(Scheduler(manager, limits), runner, model_info(max_model_len)), runner)
+
+
+def request(
+    name: str, prompt: int | list[int], *, eos: tuple[int, ...] = (), **params: object
+) -> Request:
+    """A request; a prompt given by length is random, and its own by `name`. Greedy unless told otherwise."""
+    fields = {
+        k: params.pop(k)
+        for k in ("priority", "cache_salt", "adapter", "image_hashes")
+        if k in params
+    }
+    if isinstance(prompt, int):
+        dice = random.Random(name)
+        prompt = [dice.randrange(VOCAB) for _ in range(prompt)]
+    params.setdefault("temperature", 0.0)
+    return Request(
+        id=name,
+        prompt_token_ids=prompt,
+        params=SamplingParams(**params),
+        eos_token_ids=eos,
+        **fields,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,108 @@
+"""Whatever comes, in whatever mix: blocks add up, KV is the right sequence's, everything ends.
+
+`scenarios.play` runs a scenario and checks, after every step, the scheduler's and block manager's own
+audit, the plan's limits, who owns what is written, and the content of every scheduled sequence's KV;
+at the end, that each sample put out exactly the tokens it puts out alone, and that no block leaked.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scenarios import Abort, Arrival, Scenario, play, random_scenario
+
+_steps: list[int] = []
+_seen = {"preemptions": 0, "evictions": 0, "prefix_hit_tokens": 0, "copies": 0}
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    size = draw(st.sampled_from([1, 2, 4, 16]))
+    longest = draw(st.sampled_from([8, 30, 100]))
+    need = -(-longest // size)
+    count = draw(st.integers(1, 12))
+    length = st.integers(1, longest)
+    arrivals = []
+    for _ in range(count):
+        prompt = draw(length)
+        arrivals.append(
+            Arrival(
+                at=draw(st.integers(0, 30)),
+                prompt_length=prompt,
+                shared=draw(st.sampled_from([0, prompt // 2, prompt])),
+                max_tokens=draw(st.one_of(st.none(), st.integers(0, 40))),
+                n=draw(st.sampled_from([1, 1, 2, 4])),
+                priority=draw(st.integers(-1, 1)),
+                seed=draw(st.one_of(st.none(), st.integers(0, 9))),
+                prompt_logprobs=draw(st.sampled_from([False, False, False, True])),
+                salt=draw(st.sampled_from([None, None, "a"])),
+                stops=draw(st.booleans()),
+            )
+        )
+    abort = st.builds(
+        Abort, st.integers(0, 50), st.integers(0, count - 1), st.sampled_from([None, 0, 1, 3])
+    )
+    return Scenario(
+        blocks=1 + draw(st.integers(max(1, need // 2), 3 * need + 2)),
+        block_size=size,
+        budget=draw(st.sampled_from([1, 2, 3, 8, 32, 200])),
+        max_num_seqs=draw(st.sampled_from([1, 2, 4, 16])),
+        rows=draw(st.sampled_from([1, 8, 300])),
+        chunk_multiple=draw(st.sampled_from([1, 4])),
+        max_model_len=longest,
+        prefix_caching=draw(st.booleans()),
+        arrivals=tuple(arrivals),
+        aborts=tuple(draw(st.lists(abort, max_size=5))),
+    )
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(scenarios())
+def test_any_scenario(scenario: Scenario) -> None:
+    steps, r = play(scenario)
+    _steps.append(steps)
+    stats = r.scheduler.stats()
+    for name in ("preemptions", "evictions", "prefix_hit_tokens"):
+        _seen[name] += getattr(stats, name)
+    _seen["copies"] += r.runner.copies
+
+
+def test_the_scenarios_were_many_and_hard() -> None:
+    """The property above is worth something only if what it is about did happen."""
+    if not _steps:
+        pytest.skip("counts what test_any_scenario did in the same run")
+    assert sum(_steps) >= 10_000
+    assert all(count >= 200 for count in _seen.values()), _seen
+
+
+def run_random(steps: int, seed: int) -> int:
+    """Plays random scenarios until `steps` steps were run; returns how many were."""
+    done = number = 0
+    while done < steps:
+        key = seed * 1_000_003 + number
+        try:
+            done += play(random_scenario(random.Random(key)))[0]
+        except BaseException as error:
+            error.add_note(f"random_scenario(random.Random({key}))")
+            raise
+        number += 1
+    return done
+
+
+def test_random_scenarios() -> None:
+    assert run_random(10_000, seed=11) >= 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_million_steps() -> None:
+    assert run_random(1_000_000, seed=12) >= 1_000_000

@@ -1,0 +1,130 @@
+"""A served process around the null engine, and clients for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+FAKES = Path(__file__).parents[1] / "fakes"
+
+
+@pytest.fixture(autouse=True)
+def _children_find_the_null_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAKES))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    port: int
+    stderr: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=10, **options)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        options.setdefault("max_retries", 0)
+        options.setdefault("api_key", "none")
+        return openai.OpenAI(base_url=f"{self.url}/v1", timeout=10, **options)
+
+    def wait_ready(self) -> None:
+        self.wait_for(lambda status: status == 200)
+
+    def wait_for(self, wanted: Any) -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.stderr.read_text()
+            try:
+                if wanted(httpx.get(f"{self.url}/health", timeout=5).status_code):
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.02)
+        raise AssertionError("the server did not get there: " + self.stderr.read_text())
+
+    def children(self) -> list[int]:
+        import psutil
+
+        return [child.pid for child in psutil.Process(self.process.pid).children()]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(15)
+
+
+def start_server(folder: Path, *names: str, **environment: str) -> Server:
+    port = free_port()
+    stderr = folder / f"server-{port}.log"
+    with stderr.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(FAKES / "null_server.py"), str(port), *names],
+            env={**os.environ, "PYTHONPATH": str(FAKES), **environment},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    return Server(process, port, stderr)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that do not break it."""
+    started = start_server(
+        tmp_path_factory.mktemp("server"), "null", "org/name", OCTAVO_NULL_STEP_SECONDS="0.0005"
+    )
+    started.wait_ready()
+    yield started
+    assert started.stop() == 0, started.stderr.read_text()
+    assert "Traceback" not in started.stderr.read_text()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Any]:
+    """Starts servers that a test may break; what still runs is killed at the end."""
+    started: list[Server] = []
+
+    def start(*names: str, **environment: str) -> Server:
+        started.append(start_server(tmp_path, *names, **environment))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+        if one.process.stdout is not None:
+            one.process.stdout.close()
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.http() as session:
+        yield session
