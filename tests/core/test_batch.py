@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import request
+
 from octavo.core.batch import bucket, build_batch, prompt_logprob_rows
 from octavo.core.blocks import root_hash
 from octavo.core.contract import Lane
 from octavo.core.sequence import Sequence
 from octavo.core.types import ScheduledTokens, StepPlan
-from support import request
 
 ROOT = root_hash(None, None, ())
 
@@ -99,9 +100,7 @@ def test_against_a_plain_loop(data: st.DataObject) -> None:
         length = data.draw(st.integers(1, 40))
         start = data.draw(st.integers(0, length - 1))
         count = data.draw(st.integers(1, length - start))
-        blocks = data.draw(
-            st.lists(st.integers(1, 500), min_size=-(-length // size), max_size=50)
-        )
+        blocks = data.draw(st.lists(st.integers(1, 500), min_size=-(-length // size), max_size=50))
         made = sequence(str(i), length, blocks)
         items.append(ScheduledTokens(made, start, count, 0))
         for p in range(start, start + count):
@@ -112,7 +111,8 @@ def test_against_a_plain_loop(data: st.DataObject) -> None:
     assert (batch.slots[0][len(wanted) :] == -1).all()
     assert batch.query_start[-1] == len(wanted) == batch.num_tokens
     assert all(
-        batch.context_lens[i] == item.start + item.count and np.array_equal(
+        batch.context_lens[i] == item.start + item.count
+        and np.array_equal(
             batch.block_tables[0][i, : item.sequence.num_blocks], item.sequence.blocks
         )
         for i, item in enumerate(items)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from octavo.core.blocks import BlockAuditError, BlockManager, OutOfBlocks, extend_hashes, root_hash
 
 

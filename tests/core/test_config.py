@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from octavo.core.config import (
     _ELSEWHERE,
     ConfigError,

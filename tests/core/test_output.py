@@ -31,9 +31,7 @@ def make(**params: Any) -> OutputProcessor:
 
 
 def update(ids: list[int], reason: Any = None, index: int = 0, **more: Any) -> SequenceUpdate:
-    return SequenceUpdate(
-        request_id="r", index=index, token_ids=ids, finish_reason=reason, **more
-    )
+    return SequenceUpdate(request_id="r", index=index, token_ids=ids, finish_reason=reason, **more)
 
 
 def drive(processor: OutputProcessor, updates: list[SequenceUpdate]) -> Any:
