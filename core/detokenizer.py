@@ -18,6 +18,7 @@ class Detokenizer:
     prompt_ids_tail: the last ids of the prompt, when the output continues the prompt's text rather
     than stands alone: a character begun there is finished here, and a sentencepiece output keeps
     the space it begins with. A handful of ids is enough.
+    spaces_between_special_tokens: as in ``Tokenizer.decode``, without effect.
     """
 
     def __init__(

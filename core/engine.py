@@ -12,7 +12,6 @@ import msgspec
 
 from octavo.core.scheduler import AbortTarget, Scheduler, SchedulerStats
 from octavo.core.types import (
-    FinishReason,
     ParamError,
     Request,
     RequestRefused,
@@ -106,14 +105,13 @@ class Engine:
                 )
         self.scheduler.add(request)
 
-    def abort(
-        self, targets: Iterable[AbortTarget], reason: FinishReason = "abort"
-    ) -> list[SequenceUpdate]:
-        """Ends requests (by id) or samples of them (by (id, index)) and frees their blocks at once.
+    def abort(self, targets: Iterable[AbortTarget]) -> list[SequenceUpdate]:
+        """Ends requests (by id), or samples that hit a stop string (by (id, index)), and frees their
+        blocks at once.
 
         Returns their final updates. Unknown targets are ignored: they may just have finished.
         """
-        return self.scheduler.abort(targets, reason)
+        return self.scheduler.abort(targets)
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()

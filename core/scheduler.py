@@ -174,11 +174,12 @@ class Scheduler:
         """Tokens that must be in the KV cache: all but the last output token."""
         return max(prompt, max_len - 1)
 
-    def abort(
-        self, targets: Iterable[AbortTarget], reason: FinishReason = "abort"
-    ) -> list[SequenceUpdate]:
-        """Ends requests, or single samples of them, at once. Unknown ones are ignored: they may have
-        finished while the abort was on its way. `reason` is what the metrics count."""
+    def abort(self, targets: Iterable[AbortTarget]) -> list[SequenceUpdate]:
+        """Ends requests (by id), or samples of them that hit a stop string (by (id, index)), at once.
+
+        A whole request ends with finish reason "abort", a sample with "stop". Unknown ones are
+        ignored: they may have finished while the abort was on its way.
+        """
         updates = []
         for target in targets:
             name, index = (target, None) if isinstance(target, str) else target
@@ -187,9 +188,9 @@ class Scheduler:
                 continue
             for sequence in list(group.live.values()):
                 if index is None:
-                    updates.extend(self._finish(sequence, [], reason, None))
+                    updates.extend(self._finish(sequence, [], "abort", None))
                 elif sequence.index <= index < sequence.index + sequence.pending_samples:
-                    updates.extend(self._abort_sample(group, sequence, index, reason))
+                    updates.extend(self._abort_sample(group, sequence, index))
         return updates
 
     def _indices(self, sequence: Sequence) -> list[int]:
@@ -199,17 +200,15 @@ class Scheduler:
         unwanted = self._groups[sequence.request.id].unwanted
         return [i for i in range(sequence.pending_samples) if i not in unwanted]
 
-    def _abort_sample(
-        self, group: _Group, sequence: Sequence, index: int, reason: FinishReason
-    ) -> list[SequenceUpdate]:
-        """Ends one sample. While it shares its sequence with siblings it is only marked."""
+    def _abort_sample(self, group: _Group, sequence: Sequence, index: int) -> list[SequenceUpdate]:
+        """Ends one sample with reason "stop". While it shares its sequence with siblings it is only marked."""
         wanted = self._indices(sequence)
         if index not in wanted:
             return []
         if len(wanted) == 1:
-            return self._finish(sequence, [], reason, None)
+            return self._finish(sequence, [], "stop", None)
         group.unwanted.add(index)
-        return [_update(sequence, [], reason=reason, index=index)]
+        return [_update(sequence, [], reason="stop", index=index)]
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
         """Ends every request of a step that could not be computed; the others are untouched."""
@@ -423,7 +422,7 @@ class Scheduler:
                     updates.extend(
                         self._finish(sequence, [], "length", None, None, prompt_logprobs)
                     )
-                elif prompt_logprobs:
+                elif prompt_logprobs is not None:
                     index = self._indices(sequence)[0]
                     updates.append(
                         _update(sequence, [], prompt_logprobs=prompt_logprobs, index=index)
@@ -500,12 +499,14 @@ class Scheduler:
     def _take_prompt_logprobs(
         self, item: ScheduledTokens, result: StepResult
     ) -> list[TokenLogprobs] | None:
+        """Collects what this step computed; the whole list once the prompt is done."""
         if not item.all_logits:
             return None
         sequence: Sequence = item.sequence
-        entries = result.prompt_logprobs.get(sequence.request.id, [])
-        sequence.prompt_logprobs_done += len(entries)
-        return entries
+        if sequence.prompt_logprobs is None:
+            sequence.prompt_logprobs = []
+        sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.request.id, ()))
+        return None if wants_prompt_logprobs(sequence) else sequence.prompt_logprobs
 
     def _finish(
         self,
@@ -614,8 +615,11 @@ def _decoding(sequence: Sequence) -> bool:
 def wants_prompt_logprobs(sequence: Sequence) -> bool:
     """Whether prompt log-probabilities are still to be computed: then every row's logits are needed
     and no block may come from the prefix cache."""
-    wanted = sequence.request.params.prompt_logprobs is not None
-    return wanted and sequence.prompt_logprobs_done < sequence.num_prompt - 1
+    if sequence.request.params.prompt_logprobs is None:
+        return False
+    return (
+        sequence.prompt_logprobs is None or sequence.prompt_logprobs_done < sequence.num_prompt - 1
+    )
 
 
 def stop_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from octavo.core.blocks import BlockHash
-from octavo.core.types import Int32, Request, Timings
+from octavo.core.types import Int32, Request, Timings, TokenLogprobs
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -37,7 +37,7 @@ class Sequence:
         "order",
         "pending_samples",
         "preemptions",
-        "prompt_logprobs_done",
+        "prompt_logprobs",
         "request",
         "root",
         "running",
@@ -71,7 +71,7 @@ class Sequence:
         self.num_cached = 0
         self.pending_samples = request.params.n
         self.preemptions = 0
-        self.prompt_logprobs_done = 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.running = False
         self.timings = Timings(arrival_time=request.arrival_time, queued=time.monotonic())
         self.draw_state: Any = None  # the sampler's, made when first needed
@@ -84,6 +84,11 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
+
+    @property
+    def prompt_logprobs_done(self) -> int:
+        """Prompt positions whose next token's log-probability is known."""
+        return len(self.prompt_logprobs) if self.prompt_logprobs is not None else 0
 
     @property
     def blocks(self) -> list[int]:

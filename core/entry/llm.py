@@ -321,8 +321,8 @@ def _prompt_list(prompts: Any) -> list[PromptInput | Prompt]:
 
 
 def _conversation_list(messages: Any) -> list[Conversation]:
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise ParamError("messages", "messages must be a conversation or a list of conversations")
-    if messages and isinstance(messages[0], Mapping):
+    if isinstance(messages[0], Mapping):
         return [messages]
     return list(messages)

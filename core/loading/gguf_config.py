@@ -51,6 +51,12 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             "safetensors folder instead."
         )
 
+    if file.get("split.count", 1) > 1:
+        raise ConfigError(
+            f"{file.path} is one of {file.get('split.count')} files of a split model. Merge them "
+            "(llama.cpp's gguf-split --merge) and give the merged file."
+        )
+
     def stated(key: str) -> Any:
         value = file.get(f"{arch}.{key}")
         if value is None:
@@ -128,6 +134,11 @@ def _rope_scaling(file: GgufFile, arch: str) -> dict[str, Any] | None:
         if original:
             scaling["original_max_position_embeddings"] = original
         return scaling
+    if kind not in {"none", "linear", "yarn"}:
+        raise ConfigError(
+            f"{file.path} scales rotary positions by {kind!r}; from GGUF none, linear and yarn are "
+            "read. Use the model's safetensors folder instead."
+        )
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is None or tensor.type != 0:
         return None

@@ -32,8 +32,8 @@ _TEKKEN_SPLIT = (
 )
 # tokenizer.ggml.pre -> the expression that splits text; None: GPT-2's, which ByteLevel has built in.
 # smollm: the original splits single digits off first. transformers' conversion does not, and token
-# ids equal to it are what this engine is compared by; they differ only where two or more white
-# spaces stand before a digit.
+# ids equal to it are what this engine is compared by. They differ where white space of two or more
+# characters (a blank line before "1.") stands before a digit.
 _SPLITS: dict[str | None, str | None] = {
     None: None,
     "default": None,
@@ -78,7 +78,8 @@ def convert_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     """(tokenizer, settings) of an open GGUF file.
 
     settings has the keys of tokenizer_config.json: bos_token, eos_token, unk_token, pad_token (text
-    or None) and chat_template (text or None). Raises TokenizerError for a kind that is not known.
+    or None), chat_template (text or None); and vocab_size, the number of ids. Raises TokenizerError
+    for a kind that is not known.
     """
     kind = file.get("tokenizer.ggml.model")
     tokens = file.get("tokenizer.ggml.tokens")
@@ -89,6 +90,7 @@ def convert_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
         token_id = file.get(f"tokenizer.ggml.{key}")
         settings[name] = tokens[token_id] if token_id is not None else None
     settings["chat_template"] = file.get("tokenizer.chat_template")
+    settings["vocab_size"] = len(tokens)
     if kind == "gpt2":
         family = "gpt2"
         tokenizer = _byte_level(file, tokens)

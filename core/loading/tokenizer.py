@@ -30,6 +30,7 @@ class Tokenizer:
 
     backend: the tokenizers library's object. named: bos_token, eos_token, unk_token, pad_token, …
     as text, where the model has them. chat_template: jinja text, several by name, or None.
+    vocab_size: the number of ids, if known; else counted.
 
     Safe to share between threads.
     """
@@ -40,6 +41,7 @@ class Tokenizer:
         *,
         named: Mapping[str, str] | None = None,
         chat_template: str | Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.backend = backend
         backend.no_truncation()
@@ -48,9 +50,8 @@ class Tokenizer:
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = max(
-            backend.get_vocab_size(with_added_tokens=True), max(added, default=0) + 1
-        )
+        # The highest id counts, not the number of tokens: vocabularies have holes.
+        self.vocab_size = vocab_size or max(backend.get_vocab().values(), default=-1) + 1
         self.decoder_kind, self.strips_leading_space = _decoder_kind(backend)
         self._bytes_to_char = byte_alphabet()
         self._char_to_byte = {char: byte for byte, char in self._bytes_to_char.items()}
@@ -318,7 +319,12 @@ def _assemble(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> Tok
     unmarked = [token for token in dict.fromkeys(named.values()) if token not in added]
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in unmarked])
     _apply_bos_eos(backend, settings, named)
-    return Tokenizer(backend, named=named, chat_template=settings.get("chat_template"))
+    return Tokenizer(
+        backend,
+        named=named,
+        chat_template=settings.get("chat_template"),
+        vocab_size=settings.get("vocab_size"),
+    )
 
 
 def _apply_bos_eos(
@@ -381,9 +387,9 @@ def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[DecoderKind, bool]:
     if decoder is None:
         return "generic", False
     state = json.loads(decoder.__getstate__())
-    if state["type"] == "ByteLevel":
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    if [part["type"] for part in parts] == ["ByteLevel"]:
         return "byte_level", False
-    parts = state.get("decoders", []) if state["type"] == "Sequence" else []
     replaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     if parts[:3] == [replaces, {"type": "ByteFallback"}, {"type": "Fuse"}] and parts[3:] in (

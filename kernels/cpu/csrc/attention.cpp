@@ -31,14 +31,21 @@ constexpr int wide(int rows) { return rows <= 3 ? 4 : 2; }
 
 // --- the two matrix products of a tile ---
 
+// With few rows the cache is read once, block by scattered block, and memory is what limits: then
+// each loop also asks for the line that the next tile of positions will need at the same place.
+constexpr bool prefetches(int rows) { return rows < kMR; }
+constexpr int kLine = 16 / W;  // vectors per cache line
+
 // s[m, column] = sum_k q[m, k] K[k, column] for NR vector columns; columns[j] + k * ldk is row k.
 template <int MR, int NR>
-void scores(const float *q, int64_t ldq, const float *const *columns, int64_t ldk, int head_size,
-            float *s) {
+void scores(const float *q, int64_t ldq, const float *const *columns, const float *const *next,
+            int64_t ldk, int head_size, float *s) {
   vf acc[MR][NR] = {};
-  const float *at[NR];
-  for (int j = 0; j < NR; ++j) at[j] = columns[j];
+  const float *at[NR], *ahead[NR];
+  for (int j = 0; j < NR; ++j) at[j] = columns[j], ahead[j] = next[j];
   for (int k = 0; k < head_size; ++k) {
+    if constexpr (prefetches(MR))
+      for (int j = 0; j < NR; j += kLine) __builtin_prefetch(ahead[j] + k * ldk);
     vf b[NR];
 #pragma GCC unroll 4
     for (int j = 0; j < NR; ++j) b[j] = load(at[j] + k * ldk);
@@ -57,8 +64,8 @@ void scores(const float *q, int64_t ldq, const float *const *columns, int64_t ld
 
 // o[m, :] = o[m, :] * alpha[m] + sum_t p[m, t] V[t, :] for NR vector columns, begin <= t < end.
 template <int MR, int NR>
-void weighted(const float *p, const float *const *groups, int64_t ldv, int column, int begin,
-              int end, const float *alpha, float *o, int64_t ldo) {
+void weighted(const float *p, const float *const *groups, const float *const *next, int64_t ldv,
+              int column, int begin, int end, const float *alpha, float *o, int64_t ldo) {
   vf acc[MR][NR];
 #pragma GCC unroll 8
   for (int m = 0; m < MR; ++m)
@@ -68,7 +75,10 @@ void weighted(const float *p, const float *const *groups, int64_t ldv, int colum
   for (int t = begin; t < end;) {
     const int group = t / kGroup, stop = end < (group + 1) * kGroup ? end : (group + 1) * kGroup;
     const float *v = groups[group] + (t % kGroup) * ldv + column;
-    for (; t < stop; ++t, v += ldv) {
+    const float *ahead = next[group] + (t % kGroup) * ldv + column;
+    for (; t < stop; ++t, v += ldv, ahead += ldv) {
+      if constexpr (prefetches(MR))
+        for (int j = 0; j < NR; j += kLine) __builtin_prefetch(ahead + j * W);
       vf b[NR];
 #pragma GCC unroll 4
       for (int j = 0; j < NR; ++j) b[j] = load(v + j * W);
@@ -87,8 +97,8 @@ void weighted(const float *p, const float *const *groups, int64_t ldv, int colum
 }
 
 struct Columns {  // of one tile of positions, in float32
-  const float *k[kTile / W];
-  const float *v[kGroups];
+  const float *k[kTile / W], *next_k[kTile / W];  // next_*: of the tile after it, to prefetch
+  const float *v[kGroups], *next_v[kGroups];
   int64_t ldk, ldv;
 };
 
@@ -96,7 +106,7 @@ template <int MR>
 void score_rows(const float *q, const Columns &c, int head_size, int begin, int end, float *s) {
   constexpr int NR = wide(MR);
   for (int j = begin / W / NR * NR; j * W < end; j += NR)
-    scores<MR, NR>(q, head_size, c.k + j, c.ldk, head_size, s + j * W);
+    scores<MR, NR>(q, head_size, c.k + j, c.next_k + j, c.ldk, head_size, s + j * W);
 }
 
 template <int MR>
@@ -105,8 +115,8 @@ void weigh_rows(const float *p, const Columns &c, int width, int begin, int end,
   constexpr int NR = wide(MR);
   int j = 0;
   for (; j + NR * W <= width; j += NR * W)
-    weighted<MR, NR>(p, c.v, c.ldv, j, begin, end, alpha, o, width);
-  for (; j < width; j += W) weighted<MR, 1>(p, c.v, c.ldv, j, begin, end, alpha, o, width);
+    weighted<MR, NR>(p, c.v, c.next_v, c.ldv, j, begin, end, alpha, o, width);
+  for (; j < width; j += W) weighted<MR, 1>(p, c.v, c.next_v, c.ldv, j, begin, end, alpha, o, width);
 }
 
 template <int MR, class F>
@@ -265,54 +275,80 @@ void store_rows(const Problem &p, const Tile &t, const Rows &r) {
     }
 }
 
+// K and V of a group of positions that begins at `position`.
+template <class C>
+struct Place {
+  const C *k, *v;
+};
+template <class C>
+OCTAVO_INLINE Place<C> place(const Problem &p, const Tile &t, int position) {
+  const octavo_attention_step &s = p.s;
+  const int32_t *table = s.block_tables + t.sequence * s.table_stride;
+  const int64_t head = int64_t(table[position / s.block_size]) * s.kv_heads + t.kv_head;
+  const int offset = position % s.block_size;
+  return {static_cast<const C *>(p.k_cache) + head * s.head_size * s.block_size + offset,
+          static_cast<const C *>(p.v_cache) + (head * s.block_size + offset) * s.head_size_v};
+}
+
+// A group's keys to float32 [head_size, kTile] and values to float32 [rows, width].
+template <class C>
+void convert_keys(const Problem &p, const C *k, const C *next, float *to) {
+  const int64_t bs = p.s.block_size;
+  for (int i = 0; i < p.s.head_size; ++i) {
+    __builtin_prefetch(next + i * bs);
+    for (int j = 0; j < kGroup; j += W) store(to + i * kTile + j, load(k + i * bs + j));
+  }
+}
+template <class C>
+void convert_values(const Problem &p, const C *v, const C *next, int rows, float *to) {
+  const int dv = p.s.head_size_v;
+  for (int r = 0; r < rows; ++r, v += dv, next += dv, to += p.width) {
+    int j = 0;
+    for (; j + W <= dv; j += W) {
+      __builtin_prefetch(next + j);
+      store(to + j, load(v + j));
+    }
+    if (j < dv) store(to + j, load_part(v + j, dv - j));
+  }
+}
+
 // Where the positions [begin, end) of the tile that starts at t0 lie; converted when the cache is
 // not float32 or a V row is not whole vectors. Columns outside point at some valid memory.
 template <class C>
 void find_columns(const Problem &p, const Tile &t, int t0, int begin, int end, const Worker &w,
                   Columns &c) {
-  const octavo_attention_step &s = p.s;
-  const int32_t *table = s.block_tables + t.sequence * s.table_stride;
-  const int d = s.head_size, dv = s.head_size_v, bs = s.block_size;
-  constexpr bool copy_k = sizeof(C) != sizeof(float);
-  const bool copy_v = copy_k || dv != p.width;
-  c.ldk = copy_k ? kTile : bs;
-  c.ldv = copy_v ? p.width : dv;
-  const int first = begin / kGroup;
-  for (int g = first; g * kGroup < end; ++g) {
+  constexpr bool is_float = sizeof(C) == sizeof(float);
+  constexpr int per_group = kGroup / W;
+  const bool direct_v = is_float && p.s.head_size_v == p.width;
+  c.ldk = is_float ? p.s.block_size : kTile;
+  c.ldv = direct_v ? p.s.head_size_v : p.width;
+  const int first = begin / kGroup, last = (end + kGroup - 1) / kGroup;
+  for (int g = first; g < last; ++g) {
     const int position = t0 + g * kGroup;
-    const int64_t head = int64_t(table[position / bs]) * s.kv_heads + t.kv_head;
-    const int offset = position % bs;
-    const C *k = static_cast<const C *>(p.k_cache) + head * d * bs + offset;
-    const C *v = static_cast<const C *>(p.v_cache) + (head * bs + offset) * dv;
-    if constexpr (copy_k) {
-      float *to = w.k + g * kGroup;
-      for (int i = 0; i < d; ++i)
-        for (int j = 0; j < kGroup; j += W) store(to + i * kTile + j, load(k + int64_t(i) * bs + j));
-    }
-    if (copy_v) {
-      float *to = w.v + int64_t(g) * kGroup * p.width;
-      const int rows = min(kGroup, end - g * kGroup);
-      for (int r = 0; r < rows; ++r, to += p.width) {
-        int j = 0;
-        for (; j + W <= dv; j += W) store(to + j, load(v + r * dv + j));
-        if (j < dv) store(to + j, load_part(v + r * dv + j, dv - j));
-      }
-    }
-    const float *at_k, *at_v;
-    if constexpr (copy_k)
-      at_k = w.k + g * kGroup;
+    const Place<C> here = place<C>(p, t, position);
+    const Place<C> next =
+        position + kTile < t.end ? place<C>(p, t, position + kTile) : here;
+    const float *k = w.k + g * kGroup, *next_k = k;
+    const float *v = w.v + int64_t(g) * kGroup * p.width, *next_v = v;
+    if constexpr (is_float)
+      k = here.k, next_k = next.k;
     else
-      at_k = k;
-    if constexpr (copy_k)
-      at_v = w.v + int64_t(g) * kGroup * p.width;
-    else
-      at_v = copy_v ? w.v + int64_t(g) * kGroup * p.width : v;
-    c.v[g] = at_v;
-    for (int j = 0; j < kGroup / W; ++j) c.k[g * (kGroup / W) + j] = at_k + j * W;
+      convert_keys(p, here.k, next.k, w.k + g * kGroup);
+    if constexpr (is_float)
+      if (direct_v) v = here.v, next_v = next.v;
+    if (!direct_v)
+      convert_values(p, here.v, next.v, min(kGroup, end - g * kGroup),
+                     w.v + int64_t(g) * kGroup * p.width);
+    c.v[g] = v;
+    c.next_v[g] = next_v;
+    for (int j = 0; j < per_group; ++j) {
+      c.k[g * per_group + j] = k + j * W;
+      c.next_k[g * per_group + j] = next_k + j * W;
+    }
   }
-  const int used = (end + kGroup - 1) / kGroup * (kGroup / W);
-  for (int j = 0; j < first * (kGroup / W); ++j) c.k[j] = c.k[first * (kGroup / W)];
-  for (int j = used; j < kTile / W; ++j) c.k[j] = c.k[used - 1];
+  for (int j = 0; j < kTile / W; ++j)
+    if (j < first * per_group || j >= last * per_group)
+      c.k[j] = c.next_k[j] = c.k[first * per_group];
 }
 
 // Scores to probabilities for one row that sees [lo, hi) of the tile; others in [begin, end) get 0.

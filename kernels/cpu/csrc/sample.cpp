@@ -29,7 +29,8 @@ struct Memory {  // of one thread
   int32_t *count;
   float *value, *weight;  // [vocab] each: the logits of one bin
 };
-constexpr int64_t kHistogramBytes = kBins * 12;
+constexpr int kSlots = kBins + 16;  // one more than the bins, padded
+constexpr int64_t kHistogramBytes = kSlots * 12;
 int64_t memory_bytes(int64_t vocab) { return kHistogramBytes + ((vocab + 31) & ~15) * 8; }
 
 constexpr float kNegInf = -__builtin_inff();
@@ -85,21 +86,25 @@ OCTAVO_INLINE vi bin_of(const Row &r, vf logit) {
 }
 
 void fill_histogram(const Row &r, const Memory &m, bool with_mass) {
-  __builtin_memset(m.count, 0, kBins * sizeof(int32_t));
-  if (with_mass) __builtin_memset(m.mass, 0, kBins * sizeof(double));
-  each(r.logits, 0, r.vocab, [&](vf v, int64_t) {
-    const vi b = bin_of(r, v);
-    // A logit of -inf is no token; its weight is 0, so only the count needs the test.
-    const uint32_t real = bits(v > kNegInf);
-    if (with_mass) {
-      const vf e = weight_of(r, v);
-      for (int i = 0; i < W; ++i) m.mass[b[i]] += double(e[i]);
-    }
-    if (real == (1u << W) - 1)
-      for (int i = 0; i < W; ++i) ++m.count[b[i]];
-    else
-      for (int i = 0; i < W; ++i) m.count[b[i]] += int(real >> i & 1);
-  });
+  __builtin_memset(m.count, 0, kSlots * sizeof(int32_t));
+  if (with_mass) __builtin_memset(m.mass, 0, kSlots * sizeof(double));
+  // A few vectors at a time through memory, which costs less than taking vectors apart.
+  constexpr int kSpan = 16 * W;
+  alignas(64) int32_t bin[kSpan];
+  alignas(64) float weight[kSpan];
+  for (int64_t from = 0; from < r.vocab; from += kSpan) {
+    const int64_t to = from + kSpan < r.vocab ? from + kSpan : r.vocab;
+    each(r.logits, from, to, [&](vf v, int64_t i) {
+      // A logit of -inf is no token: it goes to the bin that nobody reads.
+      const vi b = v > kNegInf ? bin_of(r, v) : splat_i(kBins);
+      __builtin_memcpy(bin + (i - from), &b, sizeof(b));
+      if (with_mass) store(weight + (i - from), weight_of(r, v));
+    });
+    const int n = int(to - from);
+    for (int i = 0; i < n; ++i) ++m.count[bin[i]];
+    if (with_mass)
+      for (int i = 0; i < n; ++i) m.mass[bin[i]] += double(weight[i]);
+  }
 }
 
 // The logits of one bin that are at least `floor`, with their weights; returns how many.
@@ -283,7 +288,7 @@ int sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab, int64
     if (filters) {
       char *mine = memory + slot * bytes;
       m.mass = reinterpret_cast<double *>(mine);
-      m.count = reinterpret_cast<int32_t *>(mine + kBins * 8);
+      m.count = reinterpret_cast<int32_t *>(mine + kSlots * 8);
       m.value = reinterpret_cast<float *>(mine + kHistogramBytes);
       m.weight = m.value + ((vocab + 31) & ~15);
     }

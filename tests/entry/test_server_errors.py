@@ -1,0 +1,311 @@
+"""Requests that cannot be served, and servers that are not well."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "say:hi"}]
+
+
+def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        # Fault F33.
+        ({"prompt": -1}, "prompt"),
+        ({"prompt": [[-1]]}, "prompt"),
+        ({"prompt": [259]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": "", "add_special_tokens": False}, "prompt"),
+        ({"prompt": "x", "n": 0}, "n"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "top_p": 0}, "top_p"),
+        ({"prompt": "x", "top_p": 2}, "top_p"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stop": [1]}, "stop[0]"),
+        ({"prompt": "x", "seed": 2**65}, "seed"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "logprobs": -2}, "logprobs"),
+        ({"prompt": "x", "stop_token_ids": [259]}, "stop_token_ids"),
+        ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
+        ({"prompt": "x", "min_tokens": 20}, "min_tokens"),
+        ({"prompt": "x" * 5000}, "prompt"),
+        ({"prompt": "x", "truncate_prompt_tokens": 5000}, "truncate_prompt_tokens"),
+        # Fault F32.
+        ({"prompt": "x", "logit_bias": {"191222": -100}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"AI": -100}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"5": 1e9}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"5": "NaN"}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+        # Fault F14: what is not there is not ignored.
+        ({"prompt": "x", "suffix": "end"}, "suffix"),
+        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "x", "guided_json": {}}, "guided_json"),
+        ({"prompt": "x", "structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "stream": True, "stream_options": {"usage": 1}}, "stream_options.usage"),
+        ({"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        # Fault F08.
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "x", "cache_salt": "a/b"}, "cache_salt"),
+        ({"prompt": "x", "cache_salt": "a" * 129}, "cache_salt"),
+        # Refused by the engine itself.
+        ({"prompt": "refuse me"}, "prompt"),
+        ({"prompt": "bad param", "stream": True}, "top_k"),
+        ({"prompt": ["say:fine", "refuse me"]}, "prompt"),
+    ],
+)
+def test_completions_name_the_field(http: httpx.Client, fields: Any, param: str) -> None:
+    error = error_of(http.post(COMPLETIONS, json=fields))
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    assert "Traceback" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "nme": "y"}]}, "messages[0].nme"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": USER, "max_tokens": 0}, "max_tokens"),
+        ({"messages": USER, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"messages": USER, "logprobs": 3}, "logprobs"),
+        ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": USER, "audio": {"voice": "x"}}, "audio"),
+        ({"messages": USER, "modalities": ["audio"]}, "modalities"),
+        ({"messages": USER, "reasoning_effort": "high"}, "reasoning_effort"),
+        ({"messages": USER, "store": True}, "store"),
+        ({"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": USER, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        (
+            {
+                "messages": USER,
+                "add_generation_prompt": True,
+                "continue_final_message": True,
+            },
+            "continue_final_message",
+        ),
+    ],
+)
+def test_chat_names_the_field(http: httpx.Client, fields: Any, param: str) -> None:
+    assert error_of(http.post(CHAT, json=fields))["param"] == param
+
+
+def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
+    neutral = {
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "store": False,
+        "parallel_tool_calls": True,
+        "reasoning_effort": None,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "service_tier": "auto",
+        "user": "someone",
+        "metadata": {"a": "b"},
+        "temperature": None,
+        "stop": None,
+    }
+    answer = http.post(CHAT, json={"messages": USER, **neutral})
+    assert answer.json()["choices"][0]["message"]["content"] == "hi"
+
+
+def test_unknown_fields_get_a_suggestion(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'") as caught:
+        client.completions.create(model="null", prompt="x", extra_body={"temprature": 1})
+    assert caught.value.param == "temprature"
+
+
+def test_an_unknown_model_is_404(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="null, org/name") as caught:
+        client.completions.create(model="gpt-5", prompt="x")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "x"} trailing',
+    ],
+)
+def test_bodies_that_are_not_json(http: httpx.Client, body: bytes) -> None:
+    error_of(http.post(COMPLETIONS, content=body))
+
+
+def test_bodies_that_are_too_large(http: httpx.Client) -> None:
+    error_of(http.post(COMPLETIONS, content=b"x" * (33 << 20)), 413)
+
+    def drip() -> Any:
+        for _ in range(40):
+            yield b"x" * (1 << 20)
+
+    error_of(http.post(COMPLETIONS, content=drip()), 413)
+
+
+def test_routes_that_are_not_there(http: httpx.Client) -> None:
+    error_of(http.get("/nope"), 404)
+    error_of(http.post("/v1/embeddings", json={}), 404)
+    error_of(http.get(COMPLETIONS), 405)
+    error_of(http.post("/v1/models"), 405)
+
+
+def test_a_bad_request_harms_nobody_else(http: httpx.Client) -> None:
+    """Fault F32."""
+    results: list[httpx.Response] = []
+    body = {"prompt": "x", "max_tokens": 200}
+    worker = threading.Thread(target=lambda: results.append(http.post(COMPLETIONS, json=body)))
+    worker.start()
+    for _ in range(20):
+        error_of(http.post(COMPLETIONS, json={"prompt": "x", "logit_bias": {"999": 1}}))
+    worker.join()
+    assert results[0].json()["usage"]["completion_tokens"] == 200
+
+
+def test_a_client_that_goes_away_ends_its_request(own_server: Any) -> None:
+    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.002", OCTAVO_NULL_SHUTDOWN="60")
+    server.wait_ready()
+    for stream in (True, False):
+        body = {"prompt": ["x", "y"], "max_tokens": 4000, "stream": stream, "n": 2}
+        with server.http() as http:
+            if stream:
+                with http.stream("POST", COMPLETIONS, json=body) as answer:
+                    next(answer.iter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post(COMPLETIONS, json=body, timeout=0.3)
+    started = time.monotonic()
+    assert server.stop() == 0  # would wait for the requests, were they still there
+    assert time.monotonic() - started < 4
+
+
+def test_loading_and_ready(own_server: Any) -> None:
+    server = own_server(OCTAVO_NULL_LOAD_SECONDS="1")
+    server.wait_for(lambda status: status == 503)
+    with server.http() as http:
+        error = error_of(http.post(CHAT, json={"messages": USER}), 503)
+        assert "loading" in error["message"] and error["type"] == "server_error"
+        error_of(http.get("/v1/models"), 503)
+    server.wait_ready()
+    assert server.stop(signal.SIGINT) == 0
+    assert "ready at http://127.0.0.1" in server.process.stdout.read()
+
+
+def test_a_signal_while_loading(own_server: Any) -> None:
+    server = own_server(OCTAVO_NULL_LOAD_SECONDS="30")
+    server.wait_for(lambda status: status == 503)
+    children = server.children()
+    assert server.stop() == 0 and children
+    assert not any(psutil.pid_exists(pid) for pid in children)
+
+
+def test_the_engine_crashes(own_server: Any) -> None:
+    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.002")
+    server.wait_ready()
+    children = server.children()
+    client = server.client()
+    stream = client.completions.create(model="null", prompt="x", max_tokens=4000, stream=True)
+    next(stream)
+    with pytest.raises(openai.InternalServerError, match="exit code 7"):
+        client.completions.create(model="null", prompt="crash now", max_tokens=5)
+    with pytest.raises(openai.APIError, match="exit code 7"):  # after the 200: an error event
+        for _ in stream:
+            pass
+    with server.http() as http:
+        assert "exit code 7" in error_of(http.get("/health"), 503)["message"]
+    assert server.stop() == 0
+    assert not any(psutil.pid_exists(pid) for pid in children)
+
+
+def test_requests_that_run_at_shutdown_are_finished_or_ended(own_server: Any) -> None:
+    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.002", OCTAVO_NULL_SHUTDOWN="0.6")
+    server.wait_ready()
+    children = server.children()
+    events: dict[int, list[str]] = {100: [], 4000: []}
+
+    def read(count: int) -> None:
+        body = {"prompt": "x", "max_tokens": count, "stream": True}
+        with server.http() as http, http.stream("POST", COMPLETIONS, json=body) as answer:
+            events[count] += [line for line in answer.iter_lines() if line]
+
+    workers = [threading.Thread(target=read, args=(count,)) for count in events]
+    for worker in workers:
+        worker.start()
+    time.sleep(0.3)
+    assert server.stop() == 0
+    for worker in workers:
+        worker.join()
+    assert events[100][-1] == "data: [DONE]"
+    assert "shut down" in json.loads(events[4000][-1][6:])["error"]["message"]
+    assert not any(psutil.pid_exists(pid) for pid in children)
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(own_server: Any) -> None:
+    server = own_server(OCTAVO_NULL_MODEL="no-such-model")
+    assert server.process.wait(15) != 0
+    assert "no model of that name" in server.stderr.read_text()
+
+
+def test_the_api_key(own_server: Any) -> None:
+    server = own_server(OCTAVO_NULL_KEY="secret")
+    server.wait_ready()
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        server.client().models.list()
+    assert server.client(api_key="secret").models.list().data[0].id == "null"
+    with server.http() as http:
+        assert http.get("/health").status_code == 200
