@@ -314,7 +314,7 @@ def test_samples_can_go_before_they_are_forked(gone: list[int], prompt: int) -> 
         r.step()
     for index in gone:
         (update,) = r.engine.abort([("r", index)])
-        assert (update.index, update.finish_reason, update.token_ids) == (index, "abort", [])
+        assert (update.index, update.finish_reason, update.token_ids) == (index, "stop", [])
         r.take([update])
         assert r.engine.abort([("r", index)]) == []
     r.run()
@@ -329,7 +329,7 @@ def test_one_sample_of_a_forked_request_ends_alone() -> None:
     r = rig()
     r.engine.add(request("r", 9, n=3, seed=1, temperature=1, max_tokens=6))
     r.step()
-    (update,) = r.engine.abort([("r", 1)], "stop")
+    (update,) = r.engine.abort([("r", 1)])
     assert (update.index, update.finish_reason) == (1, "stop")
     r.take([update])
     r.run()
