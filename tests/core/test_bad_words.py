@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import NullRunner, request, rig
+
 from octavo.core import ops
 from octavo.core.bad_words import BadWords, VocabularyIndex, _after
 from octavo.core.sampler import Sampler
 from octavo.core.types import StepPlan, StepResult
-from support import NullRunner, request, rig
 
 letters = st.binary(min_size=1, max_size=4).map(lambda b: bytes(97 + x % 3 for x in b))
 vocabularies = st.lists(st.one_of(letters, st.just(b"")), min_size=1, max_size=25)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import NullRunner, Rig, request, rig
+
 from octavo.core import ops
 from octavo.core.bad_words import VocabularyIndex
 from octavo.core.blocks import root_hash
@@ -18,7 +20,6 @@ from octavo.core.sampler import Sampler, token_logprobs
 from octavo.core.scheduler import _mixed
 from octavo.core.sequence import Sequence
 from octavo.core.types import ScheduledTokens, StepPlan, StepResult
-from support import NullRunner, Rig, request, rig
 
 V = 50
 
