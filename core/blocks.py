@@ -26,9 +26,9 @@ def root_hash(adapter: str | None, salt: str | None, image_hashes: Sequence[byte
     digest = hashlib.blake2b(digest_size=32)
     fields: list[tuple[bytes, bytes]] = []
     if adapter is not None:
-        fields.append((b"adapter", adapter.encode()))
+        fields.append((b"adapter", adapter.encode(errors="surrogatepass")))
     if salt is not None:
-        fields.append((b"salt", salt.encode()))
+        fields.append((b"salt", salt.encode(errors="surrogatepass")))
     fields.extend((b"image", image) for image in image_hashes)
     for kind, value in fields:
         digest.update(b"%s:%d:" % (kind, len(value)))

@@ -30,6 +30,10 @@ _ELSEWHERE = {
 }
 
 
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be used: what was asked, what is possible, what to change."""
 
@@ -97,6 +101,14 @@ class EngineConfig:
         self._one_of("dtype", DTYPES)
         self._one_of("kv_cache_dtype", DTYPES)
         self._one_of("scheduling_policy", POLICIES)
+        for name in ("model", "device"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"{name} must be a word or path, got {value!r}")
+        for name in ("enable_prefix_caching", "load_progress"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} must be True or False, got {value!r}")
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -107,12 +119,20 @@ class EngineConfig:
             "threads",
         ):
             value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
+            if value is not None and not (_whole(value) and value >= 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if self.kv_fraction is not None and not 0 < self.kv_fraction <= 1:
-            raise ConfigError(f"kv_fraction must lie in (0, 1], got {self.kv_fraction!r}")
+        if not _whole(self.seed):
+            raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
+        if not (_whole(self.max_logprobs) and self.max_logprobs >= -1):
+            raise ConfigError(
+                f"max_logprobs must be a whole number of at least 0, or -1 for no limit, "
+                f"got {self.max_logprobs!r}"
+            )
+        share = self.kv_fraction
+        if share is not None and not (
+            isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1
+        ):
+            raise ConfigError(f"kv_fraction must be a number in (0, 1], got {share!r}")
         given = [
             n for n in ("num_kv_blocks", "kv_memory", "kv_fraction") if getattr(self, n) is not None
         ]
@@ -141,6 +161,8 @@ class EngineConfig:
                 raise ConfigError(
                     f"unknown option {key!r}{nearest(key, known)}; known: {', '.join(sorted(known))}"
                 )
+        if isinstance(values.get("model"), os.PathLike):
+            values["model"] = os.fspath(values["model"])
         return cls(**values)
 
     def with_values(self, **values: Any) -> EngineConfig:
@@ -174,7 +196,7 @@ def parse_bytes(text: str) -> int:
         number = number[:-1]
     try:
         value = int(float(number) * scale)
-    except ValueError:
+    except (ValueError, OverflowError):
         value = 0
     if value < 1:
         raise ConfigError(

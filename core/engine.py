@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Protocol
 
 import msgspec
@@ -61,6 +62,10 @@ class EngineStuck(RuntimeError):
     """Requests wait, yet no step can be planned: a fault of the scheduler, never of a request."""
 
 
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 class Engine:
     """Runs requests to their end.
 
@@ -85,10 +90,12 @@ class Engine:
         """
         params, vocab = request.params, self.info.vocab_size
         params.check_vocabulary(vocab)
-        if wrong := [t for t in request.prompt_token_ids if not 0 <= t < vocab]:
-            raise ParamError(
-                "prompt", f"prompt has token id {wrong[0]}; this model's ids are 0 to {vocab - 1}"
-            )
+        for token in request.prompt_token_ids:
+            if (type(token) is not int and not _whole(token)) or not 0 <= token < vocab:
+                raise ParamError(
+                    "prompt",
+                    f"prompt has token id {token!r}; this model's ids are 0 to {vocab - 1}",
+                )
         limit = self.info.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)

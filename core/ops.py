@@ -287,8 +287,8 @@ def filter_row(row: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tor
     if top_p < 1.0:
         values, order = torch.sort(out, descending=True, stable=True)
         before = torch.softmax(values.double(), dim=-1).cumsum(-1)
-        before = torch.cat((before.new_zeros(1), before[:-1]))
-        out[order[before >= top_p]] = float("-inf")
+        before = before[:-1]  # of the most likely token it is nothing: that one always stays
+        out[order[1:][before >= top_p]] = float("-inf")
     if min_p > 0.0:
         out[out < out.max() + float(np.log(min_p))] = float("-inf")
     return out

@@ -7,7 +7,11 @@ for `RequestOutputKind.CUMULATIVE`, whose callers ask for a copy of everything a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
 
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.loading.tokenizer import Tokenizer
@@ -182,6 +186,7 @@ class _Sample:
 class _Entry:
     __slots__ = (
         "cached",
+        "cut",
         "external_id",
         "ids",
         "kind",
@@ -210,7 +215,27 @@ class _Entry:
         self.open = params.n
         self.prompt_logprobs: list[LogprobsAt | None] | None = None
         self.cached = 0
+        self.cut = False  # a stop string ended a sample
         self.timings: Timings | None = None
+
+
+OnFinished = Callable[[Timings, list[int]], None]
+"""Told of each request that ran to its end: its timings, and the output tokens of each sample."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has come and gone since the start. Samples, not requests: one of n ends by itself.
+
+    Whenever nothing is open, `started` is the sum of `finished`.
+    """
+
+    started: int = 0
+    finished: dict[FinishReason, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
 class OutputProcessor:
@@ -219,9 +244,11 @@ class OutputProcessor:
     Not thread-safe: it belongs to whoever drives the engine or reads its messages.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, on_finished: OnFinished | None = None) -> None:
         self._tokenizer = tokenizer
+        self._on_finished = on_finished
         self._open: dict[str, _Entry] = {}
+        self.counts = Counts()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -244,10 +271,15 @@ class OutputProcessor:
         self._open[request_id] = _Entry(
             external_id or request_id, prompt, prompt_token_ids, params, self._tokenizer
         )
+        self.counts.started += params.n
+        self.counts.prompt_tokens += len(prompt_token_ids)
 
-    def discard(self, request_id: str) -> None:
-        """Forgets a request; later updates for it are dropped."""
-        self._open.pop(request_id, None)
+    def discard(self, request_id: str, reason: FinishReason = "abort") -> None:
+        """Forgets a request; later updates for it are dropped. What was open of it counts as ended
+        for `reason`."""
+        entry = self._open.pop(request_id, None)
+        if entry is not None:
+            self.counts.finished[reason] += entry.open
 
     def process(
         self, updates: Iterable[SequenceUpdate]
@@ -267,10 +299,16 @@ class OutputProcessor:
             sample = entry.samples[update.index]
             if sample.finish_reason is not None:
                 continue
+            before = sample.count
             if sample.apply(update, self._tokenizer, not entry.params.include_stop_str_in_output):
                 aborts.append((update.request_id, update.index))
-            if sample.finish_reason is not None:
+                entry.cut = True
+            self.counts.output_tokens += sample.count - before
+            # `apply` may have ended it; the type-checker still sees the None from above.
+            ended: FinishReason | None = sample.finish_reason
+            if ended is not None:
                 entry.open -= 1
+                self.counts.finished[ended] += 1
             if update.prompt_logprobs is not None:
                 entry.prompt_logprobs = [None]
                 entry.prompt_logprobs += [
@@ -283,9 +321,23 @@ class OutputProcessor:
         for request_id, entry in touched.items():
             if entry.open == 0:
                 del self._open[request_id]
+                self._close(entry)
             if (output := self._output(entry)) is not None:
                 outputs.append((request_id, output))
         return outputs, aborts
+
+    def _close(self, entry: _Entry) -> None:
+        timings = entry.timings
+        if timings is None:
+            return
+        if entry.cut:
+            # The engine did not know that this was the end, so its last word is the first token's.
+            # The monotonic clock is one for all processes of a machine.
+            now = time.monotonic()
+            timings = msgspec.structs.replace(timings, last_token=now, finished=now)
+            entry.timings = timings
+        if self._on_finished is not None:
+            self._on_finished(timings, [sample.count for sample in entry.samples])
 
     @staticmethod
     def _output(entry: _Entry) -> RequestOutput | None:

@@ -8,6 +8,7 @@ vocabulary id) alone, so not on its batch-mates, on chunking or on preemption.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,9 @@ class Sampler:
         if changed:
             raw = drawn.clone() if wanted else drawn
             self._change(drawn, rows, states, changed)
-        tokens = self._sample(drawn, self._inputs(rows)).cpu().numpy()
+        picked = self._sample(drawn, self._inputs(rows))
+        finite = drawn.gather(1, picked.clamp_min(0)[:, None])[:, 0].isfinite()
+        tokens = torch.where(finite, picked, -1).cpu().numpy()
         logprobs: list[TokenLogprobs | None] = []
         if wanted:
             logprobs = [None] * len(rows)
@@ -129,6 +132,8 @@ class Sampler:
                 wanted, token_logprobs(chosen, tokens[wanted], counts), strict=True
             ):
                 logprobs[i] = entry
+                if math.isnan(entry.logprob) or math.isnan(sum(entry.top_logprobs)):
+                    tokens[i] = -1  # the fault lies in logits that parameters had masked
         return StepResult(tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
 
     def _state(self, sequence: Seq) -> DrawState:

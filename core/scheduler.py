@@ -17,6 +17,7 @@ Every request finishes, whatever the pool size:
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -417,6 +418,10 @@ class Scheduler:
             sequence.num_computed = item.start + item.count
             self._remember_full_blocks(sequence)
             prompt_logprobs = self._take_prompt_logprobs(item, result)
+            if prompt_logprobs and any(math.isnan(entry.logprob) for entry in prompt_logprobs):
+                message = "the logits of the prompt were not finite"
+                updates.extend(self._finish(sequence, [], "error", message))
+                continue
             if not item.samples:
                 if sequence.num_computed >= sequence.max_len:  # max_tokens=0: the prompt was all
                     updates.extend(

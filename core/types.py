@@ -122,18 +122,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     "truncate_prompt_tokens",
                     "truncate_prompt_tokens must be -1 (the model's context) or at least 1, got 0",
                 )
+        if isinstance(self.bad_words, str):
+            raise ParamError("bad_words", f"bad_words must be a list, got {self.bad_words!r}")
         for name, words in (("stop", self.stops), ("bad_words", self.bad_words or [])):
             if any(not isinstance(w, str) or not w for w in words):
                 raise ParamError(name, f"{name} must hold non-empty strings, got {words!r}")
+            if any("\ud800" <= character <= "\udfff" for w in words for character in w):
+                raise ParamError(name, f"{name} has half a surrogate pair, which no text can hold")
         if self.stops and not self.detokenize:
             raise ParamError(
                 "stop", "stop strings need detokenize=True; use stop_token_ids instead"
             )
         for token, bias in (self.logit_bias or {}).items():
-            if not math.isfinite(bias) or not -100 <= bias <= 100:
+            number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+            if not number or not -100 <= bias <= 100:
                 raise ParamError(
                     "logit_bias",
-                    f"logit_bias values must lie in [-100, 100]; token {token} has {bias!r}",
+                    f"logit_bias values must be numbers in [-100, 100]; token {token} has {bias!r}",
                 )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ParamError("allowed_token_ids", "allowed_token_ids must not be empty")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -82,36 +82,57 @@ class Plugins:
 
     def _load(self, point: metadata.EntryPoint) -> None:
         where = f"{point.name} ({point.value})"
+        if self._manager.has_plugin(where):
+            return  # an editable install beside an installed one: the same module twice
         try:
             module = point.load()
-            self._manager.register(module, name=point.name)
+            self._manager.register(module, name=where)
             hooks = {h.name: h for h in self._manager.get_hookcallers(module) or ()}
             if not hooks:
                 raise ConfigError(
                     "it implements no hook of Octavo's (see octavo.plugins.hookspecs)"
                 )
-            unknown = [n for n in vars(module) if n.startswith("octavo_") and n not in hooks]
-            if unknown:
-                known = [n for n in dir(hookspecs) if n.startswith("octavo_")]
-                self.warnings.append(
-                    f"plug-in {where}: {unknown[0]} is no hook{nearest(unknown[0], known)}"
-                )
-            implementation = getattr(module, "octavo_backends", None)
-            for backend in implementation() if implementation is not None else ():
-                self._accept(backend, point)
-        except Exception as error:
-            if self._manager.has_plugin(point.name):
-                self._manager.unregister(name=point.name)
+            self._warn_of_near_misses(module, hooks, where)
+            backends = list(module.octavo_backends()) if "octavo_backends" in hooks else []
+        except (Exception, SystemExit) as error:
+            if self._manager.has_plugin(where):
+                self._manager.unregister(name=where)
             self.problems.append(Problem(where, f"{type(error).__name__}: {error}"))
+            return
+        for backend in backends:
+            try:
+                self._accept(backend, point)
+            except Exception as error:  # its other backends may be fine
+                self.problems.append(Problem(where, f"{type(error).__name__}: {error}"))
+
+    def _warn_of_near_misses(self, module: Any, hooks: Mapping[str, Any], where: str) -> None:
+        known = [n for n in dir(hookspecs) if n.startswith("octavo_")]
+        for name, value in vars(module).items():
+            if not name.startswith("octavo_") or name in hooks or not callable(value):
+                continue
+            if name in known:
+                self.warnings.append(f"plug-in {where}: {name} is not marked @hookimpl")
+            else:
+                self.warnings.append(f"plug-in {where}: {name} is no hook{nearest(name, known)}")
 
     def _accept(self, backend: Backend, point: metadata.EntryPoint) -> None:
         if not isinstance(backend, Backend):
             raise ConfigError(
                 f"octavo_backends returned {backend!r}, which is no octavo.plugins.Backend"
             )
-        if not backend.name or not backend.device_types:
-            raise ConfigError(f"{type(backend).__name__} needs a name and at least one device type")
-        major, minor = backend.api_version
+        words = backend.device_types
+        if not backend.name or not words or not isinstance(words, tuple):
+            raise ConfigError(
+                f"{type(backend).__name__} needs a name and a tuple of device types, got "
+                f"{backend.name!r} and {words!r}"
+            )
+        try:
+            major, minor = map(int, backend.api_version)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"backend {backend.name!r} has api_version {backend.api_version!r}, "
+                f"not a pair as {API_VERSION}"
+            ) from None
         if major != API_VERSION[0]:
             raise ConfigError(
                 f"backend {backend.name!r} is built for contract {major}.{minor}; this engine has "
@@ -147,8 +168,15 @@ class Plugins:
     def models(self) -> dict[str, str]:
         """Architectures that plug-ins add, as "module:class"."""
         found: dict[str, str] = {}
-        for answer in self._manager.hook.octavo_models():
-            found.update(answer)
+        for implementation in self._manager.hook.octavo_models.get_hookimpls():
+            try:
+                found.update(implementation.function())
+            except Exception as error:
+                problem = Problem(
+                    implementation.plugin_name, f"octavo_models: {type(error).__name__}: {error}"
+                )
+                if problem not in self.problems:
+                    self.problems.append(problem)
         return found
 
     def model_source(self, model: str, revision: str | None, cache_dir: Path) -> ModelFiles | None:
@@ -201,6 +229,14 @@ class Plugins:
             raise ConfigError(
                 f"--device {word!r}: backend {backend.name!r} has no device: {probe.reason}"
             )
+        suffix = word.removeprefix(name).removeprefix(":")
+        if suffix and word not in probe.devices:
+            reached = backend.torch_device(word)
+            if reached == backend.torch_device(name) and reached != suffix:
+                raise ConfigError(
+                    f"--device {word!r}: backend {backend.name!r} takes nothing behind the colon; "
+                    f"use {name}"
+                )
         return Resolved(backend, word, f"--device {word} was asked for")
 
     def _automatic(self, words: dict[str, list[BackendEntry]]) -> Resolved:
@@ -222,7 +258,10 @@ class Plugins:
 def safe_probe(backend: Backend) -> Probe:
     """`backend.probe()`, with an exception turned into the reason for having no device."""
     try:
-        return backend.probe()
+        probe = backend.probe()
+        if not isinstance(probe, Probe):
+            raise TypeError(f"it returned {probe!r}, which is no octavo.plugins.Probe")
+        return probe
     except Exception as error:
         return Probe(reason=f"its probe failed: {type(error).__name__}: {error}")
 

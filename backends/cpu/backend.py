@@ -138,6 +138,7 @@ class CpuBackend(Backend):
             lanes=(Lane(max_seqs=limits.max_num_seqs, max_tokens=tokens),),
             dtype=limits.dtype,
             kv_dtype=limits.kv_dtype,
+            max_logits_rows=max(512, 2 * limits.max_num_seqs),
         )
 
     def start(self, device: str, limits: Limits) -> None:

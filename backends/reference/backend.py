@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from octavo.plugins import Backend, Capabilities, Probe
+from octavo.core.config import ConfigError
+from octavo.plugins import Backend, Capabilities, Limits, Probe
 
 
 class ReferenceBackend(Backend):
@@ -32,3 +33,15 @@ class ReferenceBackend(Backend):
             swap=True,
             ops={"every op": "portable torch"},
         )
+
+    def start(self, device: str, limits: Limits) -> None:
+        import torch
+
+        asked = self.torch_device(device)
+        try:
+            torch.empty(0, device=asked)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"--device {device!r}: torch cannot use device {asked!r} here: {reason}"
+            ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
 from types import TracebackType
@@ -28,7 +29,7 @@ from octavo.core.entry.inputs import (
 )
 from octavo.core.loading.progress import Progress
 from octavo.core.loading.tokenizer import Tokenizer
-from octavo.core.output import OutputProcessor, SampleId, merge_outputs
+from octavo.core.output import Counts, OnFinished, OutputProcessor, SampleId, merge_outputs
 from octavo.core.types import (
     ParamError,
     Request,
@@ -38,6 +39,8 @@ from octavo.core.types import (
 )
 
 __all__ = ["AsyncLLM", "EngineDeadError"]
+
+log = logging.getLogger("octavo")
 
 LONG_PROMPT_CHARACTERS = 8192
 """Text from this length on is tokenised in a thread: it would hold up the event loop for more than
@@ -125,6 +128,7 @@ class AsyncLLM:
         self._tokens = itertools.count()
         self._front: Front | None = None
         self._info: ModelInfo | None = None
+        self.on_finished: OnFinished | None = None
         self._input: InputProcessor | None = None
         self._output: OutputProcessor | None = None
 
@@ -143,7 +147,7 @@ class AsyncLLM:
             await self._client.close()
             raise
         self._front, self._info = front, info
-        self._output = OutputProcessor(front.tokenizer)
+        self._output = OutputProcessor(front.tokenizer, self.on_finished)
         self._input = InputProcessor(
             front.tokenizer,
             max_model_len=info.max_model_len,
@@ -222,6 +226,12 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults (its generation_config) over `SamplingParams`' defaults."""
         return self.inputs.default_params()
+
+    @property
+    def counts(self) -> Counts:
+        """Samples and tokens since the start."""
+        assert self._output is not None, "await start() first"
+        return self._output.counts
 
     async def stats(self) -> dict[str, Any]:
         """`EngineStats` as a dict, asked of the engine between two of its steps."""
@@ -329,7 +339,7 @@ class AsyncLLM:
             stream = self._streams.pop(message.request_id, None)
             if stream is not None:
                 assert self._output is not None
-                self._output.discard(message.request_id)
+                self._output.discard(message.request_id, "error")
                 stream.fail(kind(message.param, message.message))
         elif isinstance(message, messages.Stats):
             future = self._stats.get(message.token)
@@ -355,9 +365,11 @@ class AsyncLLM:
 
     def on_death(self, error: EngineDeadError) -> None:
         """The engine process has ended: nobody may wait for it any longer."""
+        if not error.expected:
+            log.error("%s", error)
         for request_id, stream in self._streams.items():
             if self._output is not None:
-                self._output.discard(request_id)
+                self._output.discard(request_id, "error")
             stream.fail(EngineDeadError(str(error)))
         self._streams.clear()
         for future in self._stats.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -23,7 +24,9 @@ _EXIT_SECONDS = 5.0
 
 
 class EngineDeadError(RuntimeError):
-    """The engine process has ended; no request can be served any more."""
+    """The engine process has ended; no request can be served any more. `expected`: it was told to."""
+
+    expected = False
 
 
 class Listener(Protocol):
@@ -63,12 +66,14 @@ class EngineClient(asyncio.Protocol):
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "octavo.core.entry.engine_process"),
+                    *(sys.executable, "-P", "-m", "octavo.core.entry.engine_process"),
                     *(str(theirs.fileno()), self._factory, *self._preload),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=2,  # standard error: what a library prints there is no result of ours
                 pass_fds=(theirs.fileno(),),
+                # It finds the modules that this process finds, and no others.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C reaches the parent alone
             )
         loop = asyncio.get_running_loop()
@@ -171,6 +176,7 @@ class EngineClient(asyncio.Protocol):
         else:
             message = f"the engine process ended unexpectedly{self._exit_words()}"
         self.death = EngineDeadError(message)
+        self.death.expected = self._closing
         if self._ready is not None and not self._ready.done():
             if failure is not None and failure.user_error:
                 self._ready.set_exception(ConfigError(failure.message))

@@ -83,6 +83,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
+        "unk_token_id": file.get("tokenizer.ggml.unknown_token_id"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     if arch == "gemma3":

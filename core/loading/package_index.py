@@ -42,6 +42,7 @@ class IndexSettings:
     indexes: tuple[str, ...]
     find_links: tuple[str, ...]
     cert: str | None = None
+    has_main: bool = True  # whether index-url is set: pip has a default for it, this client none
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def pip_settings(environ: Mapping[str, str] | None = None) -> IndexSettings:
         indexes=() if no_index else tuple(indexes),
         find_links=tuple(options.get("find-links", "").split()),
         cert=options.get("cert") or None,
+        has_main=no_index or bool(options.get("index-url")),
     )
 
 
@@ -115,6 +117,8 @@ def index_download(
     if best is None:
         offered = ", ".join(sorted({str(link.version) for link in links})) or "none"
         looked = "; ".join([*settings.indexes, *settings.find_links])
+        if not settings.has_main:
+            notes.append("No index-url is configured and there is no pip here: set PIP_INDEX_URL.")
         raise SourceError(
             f"no wheel for {str(requirement)!r} fits this interpreter. Versions offered: {offered}. "
             f"Looked in: {_without_credentials(looked)}. {' '.join(notes)}".rstrip()

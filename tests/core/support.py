@@ -125,7 +125,6 @@ class NullRunner:
             pages[target] = pages[source]
         batch = build_batch(step, self.lane, size)
         assert batch.num_tokens == step.num_tokens
-        last: list[int] = []
         slots, table = batch.slots[0], batch.block_tables[0]
         written = slots[: batch.num_tokens]
         assert len(np.unique(written)) == len(written), "a slot is written twice in one step"
@@ -150,19 +149,22 @@ class NullRunner:
             self._verify(
                 item.sequence, table[i], int(batch.context_lens[i]), item.start + item.count
             )
-            place = item.start + item.count - 1
-            last.append(int(self.kv[table[i, place // size] * size + place % size]))
-        rows = list(batch.logits_rows.tolist())
+        rows = batch.logits_rows
         drawn = sum(item.samples for item in step.items)
-        assert rows[:drawn] == [
+        assert rows[:drawn].tolist() == [
             int(batch.query_start[i + 1]) - 1
-            for i, it in enumerate(step.items)
-            for _ in range(it.samples)
-        ]
-        tokens = [
-            self._token(item.sequence, k, last[i])
             for i, item in enumerate(step.items)
-            for k in range(item.samples)
+            for _ in range(item.samples)
+        ]
+        assert len(rows) - drawn == sum(len(prompt_logprob_rows(item)) for item in step.items)
+        return self.draw(step, self.kv[slots[rows]])
+
+    def draw(self, step: StepPlan, rows: np.ndarray) -> StepResult:
+        """The step's result from the KV numbers at its rows of logits."""
+        samples = [(item.sequence, k) for item in step.items for k in range(item.samples)]
+        tokens = [
+            self._token(sequence, k, int(last))
+            for (sequence, k), last in zip(samples, rows, strict=False)
         ]
         prompt = {
             item.sequence.request.id: [
@@ -172,7 +174,6 @@ class NullRunner:
             for item in step.items
             if item.all_logits
         }
-        assert len(rows) - drawn == sum(len(v) for v in prompt.values())
         return StepResult(np.array(tokens, np.int64), (), prompt)
 
     def close(self) -> None:
@@ -229,6 +230,9 @@ class Rig:
     runner: NullRunner
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[tuple[str, int], SequenceUpdate] = field(default_factory=dict)
+    logprobs: dict[tuple[str, int], list[TokenLogprobs]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -243,6 +247,7 @@ class Rig:
             key = (update.request_id, update.index)
             assert key not in self.finished, f"{key} went on after its end"
             self.tokens[key].extend(update.token_ids)
+            self.logprobs[key].extend(update.logprobs or [])
             if update.prompt_logprobs:
                 self.prompt_logprobs[update.request_id].extend(update.prompt_logprobs)
             if update.finish_reason is not None:
@@ -295,6 +300,7 @@ def rig(
     prefix_caching: bool = True,
     fcfs_only: bool = False,
     lane: Lane | None = None,
+    runner: Callable[[BlockManager, SchedulerLimits, Lane | None], NullRunner] | None = None,
 ) -> Rig:
     """A null engine; `blocks` includes the null block."""
     limits = SchedulerLimits(
@@ -306,8 +312,8 @@ def rig(
         fcfs_only=fcfs_only,
     )
     manager = BlockManager(blocks, block_size, prefix_caching)
-    runner = NullRunner(manager, limits, lane)
-    return Rig(Engine(Scheduler(manager, limits), runner, model_info(max_model_len)), runner)
+    made = (runner or NullRunner)(manager, limits, lane)
+    return Rig(Engine(Scheduler(manager, limits), made, model_info(max_model_len)), made)
 
 
 def request(

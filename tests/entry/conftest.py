@@ -43,18 +43,18 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=10, **options)
+        return httpx.Client(base_url=self.url, timeout=60, **options)
 
     def client(self, **options: Any) -> openai.OpenAI:
         options.setdefault("max_retries", 0)
         options.setdefault("api_key", "none")
-        return openai.OpenAI(base_url=f"{self.url}/v1", timeout=10, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", timeout=60, **options)
 
-    def wait_ready(self) -> None:
-        self.wait_for(lambda status: status == 200)
+    def wait_ready(self, seconds: float = 30) -> None:
+        self.wait_for(lambda status: status == 200, seconds)
 
-    def wait_for(self, wanted: Any) -> None:
-        deadline = time.monotonic() + 20
+    def wait_for(self, wanted: Any, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.stderr.read_text()
             try:
@@ -76,11 +76,16 @@ class Server:
 
 
 def start_server(folder: Path, *names: str, **environment: str) -> Server:
+    return launch(folder, [str(FAKES / "null_server.py"), "PORT", *names], **environment)
+
+
+def launch(folder: Path, arguments: list[str], **environment: str) -> Server:
+    """Runs python with these arguments, PORT replaced by a free one."""
     port = free_port()
     stderr = folder / f"server-{port}.log"
     with stderr.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, str(FAKES / "null_server.py"), str(port), *names],
+            [sys.executable, *(str(port) if a == "PORT" else a for a in arguments)],
             env={**os.environ, "PYTHONPATH": str(FAKES), **environment},
             stdout=subprocess.PIPE,
             stderr=log,
@@ -96,6 +101,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         tmp_path_factory.mktemp("server"), "null", "org/name", OCTAVO_NULL_STEP_SECONDS="0.0005"
     )
     started.wait_ready()
+    yield started
+    assert started.stop() == 0, started.stderr.read_text()
+    assert "Traceback" not in started.stderr.read_text()
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`octavo serve` with SmolLM2-135M-Instruct on the CPU and a context of 256 tokens."""
+    options = {"--device": "cpu", "--max-model-len": "256", "--max-num-seqs": "8"}
+    started = launch(
+        tmp_path_factory.mktemp("real"),
+        ["-m", "octavo.core.entry.cli.main", "serve", "--port", "PORT"]
+        + [word for option in options.items() for word in option],
+    )
+    started.wait_ready(240)
     yield started
     assert started.stop() == 0, started.stderr.read_text()
     assert "Traceback" not in started.stderr.read_text()

@@ -287,12 +287,36 @@ def test_requests_that_run_at_shutdown_are_finished_or_ended(own_server: Any) ->
     for worker in workers:
         worker.start()
     time.sleep(0.3)
-    assert server.stop() == 0
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    with server.http() as http:  # new requests are told to come back
+        answer = http.post(CHAT, json={"messages": USER})
+        assert "shutting down" in error_of(answer, 503)["message"]
+        assert answer.headers["retry-after"]
+        assert http.get("/health").status_code == 503
+    assert server.process.wait(15) == 0
     for worker in workers:
         worker.join()
     assert events[100][-1] == "data: [DONE]"
     assert "shut down" in json.loads(events[4000][-1][6:])["error"]["message"]
     assert not any(psutil.pid_exists(pid) for pid in children)
+
+
+def test_the_second_signal_does_not_wait(own_server: Any) -> None:
+    """Fault F43."""
+    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.005", OCTAVO_NULL_SHUTDOWN="60")
+    server.wait_ready()
+    stream = server.client().completions.create(
+        model="null", prompt="x", max_tokens=4000, stream=True
+    )
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert server.process.poll() is None
+    assert server.stop() == 0
+    with pytest.raises(openai.APIError, match="shut down"):
+        for _ in stream:
+            pass
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server(own_server: Any) -> None:

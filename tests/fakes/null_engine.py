@@ -169,7 +169,9 @@ class NullEngine:
                 ),
                 prompt_logprobs=prompt_logprobs if i == min(running.open) else None,
                 num_cached_tokens=16 if request.cache_salt is None and first else 0,
-                timings=Timings(queued=1.0) if first or reason else None,
+                timings=Timings(queued=1.0, first_token=2.0, last_token=3.0)
+                if first or reason
+                else None,
             )
             for i in sorted(running.open)
         ]

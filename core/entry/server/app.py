@@ -18,7 +18,8 @@ import octavo
 from octavo.core.entry.server.chat import chat_completions, render
 from octavo.core.entry.server.completions import completions
 from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request, for_status
-from octavo.core.entry.server.http import Answer, Endpoint, RequestIds, send_error
+from octavo.core.entry.server.http import Answer, Endpoint, RequestIds, error_headers, send_error
+from octavo.core.entry.server.metrics import Metrics
 from octavo.core.entry.server.protocol import DetokenizeRequest, TokenizeRequest, decode
 from octavo.core.entry.server.state import ServerState
 
@@ -40,6 +41,13 @@ def build_app(state: ServerState) -> ASGIApp:
 
         return Route(path, endpoint, methods=["GET"])
 
+    metrics = Metrics(state.llm)
+
+    async def show_metrics(request: Request) -> Response:
+        state.ready()
+        text = await metrics.text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
     app = Starlette(
         routes=[
             post("/v1/chat/completions", chat_completions),
@@ -51,6 +59,7 @@ def build_app(state: ServerState) -> ASGIApp:
             get("/health", _health),
             get("/ping", _health),
             get("/version", _version),
+            Route("/metrics", show_metrics, methods=["GET"]),
         ],
         exception_handlers={
             ApiError: _on_error,
@@ -76,7 +85,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     result = as_api_error(error)
-    return Response(result.body(), result.status, media_type="application/json")
+    headers = {name.decode(): value.decode() for name, value in error_headers(result)}
+    return Response(result.body(), result.status, headers, media_type="application/json")
 
 
 def _health(state: ServerState, request: Request) -> Any:

@@ -53,12 +53,14 @@ async def send_json(
 
 async def send_error(send: Send, error: ApiError) -> None:
     """An error as a whole answer."""
-    headers = []
+    await send_json(send, error.body(), error.status, error_headers(error))
+
+
+def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
+    """When to come back, or what to bring."""
     if error.status == 503:
-        headers.append((b"retry-after", b"2"))
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send_json(send, error.body(), error.status, headers)
+        return [(b"retry-after", b"2")]
+    return [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

@@ -122,6 +122,7 @@ class _Life:
             )
         )
         self._stop = asyncio.Event()
+        self._hurry = False
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -144,19 +145,19 @@ class _Life:
             await self._close(http)
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():  # the second one: do not wait for requests
-            self._uvicorn.force_exit = True
+        self._hurry = self._stop.is_set()  # the second one: do not wait for requests
         self._state.draining = True
         self._stop.set()
 
     async def _close(self, http: asyncio.Future[None]) -> None:
-        """Stops listening, gives open requests their time, ends them, ends the engine."""
+        """Gives open requests their time while new ones get a 503, ends them, ends the engine, and
+        only then stops listening."""
         self._state.draining = True
-        self._uvicorn.should_exit = True
         deadline = time.monotonic() + self._options.shutdown_seconds
-        while self._llm.num_open and time.monotonic() < deadline and not self._uvicorn.force_exit:
+        while self._llm.num_open and time.monotonic() < deadline and not self._hurry:
             await asyncio.sleep(0.02)
         await self._llm.shutdown()
+        self._uvicorn.should_exit = True
         await asyncio.wait({http}, timeout=2.0)
         if not http.done():  # a client that does not take its last bytes
             self._uvicorn.force_exit = True
@@ -181,5 +182,6 @@ def banner(info: ModelInfo, names: Sequence[str], address: str, seconds: float) 
             f"  KV cache {info.num_kv_blocks} blocks of {info.block_size}: {held} tokens, "
             f"up to {info.max_num_seqs} sequences at once",
             f"  start-up {seconds:.2f} s ({phases})",
+            *(f"  note     {note}" for note in info.notes),
         )
     )

@@ -45,7 +45,7 @@ void scores(const float *q, int64_t ldq, const float *const *columns, const floa
   for (int j = 0; j < NR; ++j) at[j] = columns[j], ahead[j] = next[j];
   for (int k = 0; k < head_size; ++k) {
     if constexpr (prefetches(MR))
-      for (int j = 0; j < NR; j += kLine) __builtin_prefetch(ahead[j] + k * ldk);
+      for (int j = 0; j < NR; j += kLine) __builtin_prefetch(ahead[j] + k * ldk, 0, 2);
     vf b[NR];
 #pragma GCC unroll 4
     for (int j = 0; j < NR; ++j) b[j] = load(at[j] + k * ldk);
@@ -78,7 +78,7 @@ void weighted(const float *p, const float *const *groups, const float *const *ne
     const float *ahead = next[group] + (t % kGroup) * ldv + column;
     for (; t < stop; ++t, v += ldv, ahead += ldv) {
       if constexpr (prefetches(MR))
-        for (int j = 0; j < NR; j += kLine) __builtin_prefetch(ahead + j * W);
+        for (int j = 0; j < NR; j += kLine) __builtin_prefetch(ahead + j * W, 0, 2);
       vf b[NR];
 #pragma GCC unroll 4
       for (int j = 0; j < NR; ++j) b[j] = load(v + j * W);
@@ -295,7 +295,7 @@ template <class C>
 void convert_keys(const Problem &p, const C *k, const C *next, float *to) {
   const int64_t bs = p.s.block_size;
   for (int i = 0; i < p.s.head_size; ++i) {
-    __builtin_prefetch(next + i * bs);
+    __builtin_prefetch(next + i * bs, 0, 2);
     for (int j = 0; j < kGroup; j += W) store(to + i * kTile + j, load(k + i * bs + j));
   }
 }
@@ -305,7 +305,7 @@ void convert_values(const Problem &p, const C *v, const C *next, int rows, float
   for (int r = 0; r < rows; ++r, v += dv, next += dv, to += p.width) {
     int j = 0;
     for (; j + W <= dv; j += W) {
-      __builtin_prefetch(next + j);
+      __builtin_prefetch(next + j, 0, 2);
       store(to + j, load(v + j));
     }
     if (j < dv) store(to + j, load_part(v + j, dv - j));

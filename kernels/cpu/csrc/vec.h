@@ -197,8 +197,14 @@ OCTAVO_INLINE void from_float(bf16 *p, float x) {
 OCTAVO_INLINE void from_float(f16 *p, float x) { p->bits = static_cast<uint16_t>(float_to_half(x)); }
 
 OCTAVO_INLINE vf load(const float *p) { return *reinterpret_cast<const vf_mem *>(p); }
-OCTAVO_INLINE vu widen(const uint16_t *p) {
+OCTAVO_INLINE vu widen(const uint16_t *p) {  // GCC splits the generic form into half vectors
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#else
   return __builtin_convertvector(*reinterpret_cast<const vh_mem *>(p), vu);
+#endif
 }
 OCTAVO_INLINE vf load(const bf16 *p) { return (vf)(widen(&p->bits) << 16); }
 OCTAVO_INLINE vf load(const f16 *p) {
@@ -214,7 +220,11 @@ OCTAVO_INLINE vf load(const f16 *p) {
 }
 OCTAVO_INLINE void store(float *p, vf x) { *reinterpret_cast<vf_mem *>(p) = x; }
 OCTAVO_INLINE void narrow(uint16_t *p, vu x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16((__m512i)x));
+#else
   *reinterpret_cast<vh_mem *>(p) = __builtin_convertvector(x, vh);
+#endif
 }
 OCTAVO_INLINE void store(bf16 *p, vf x) { narrow(&p->bits, float_to_bfloat(x)); }
 OCTAVO_INLINE void store(f16 *p, vf x) {
