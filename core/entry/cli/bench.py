@@ -38,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="sharegpt, uniform, prefix, single or a .jsonl file (sharegpt)",
     )
-    bench.add_argument("--num-requests", type=_count, metavar="N", help="requests (sharegpt: 64)")
+    bench.add_argument(
+        "--num-requests",
+        type=_count,
+        metavar="N",
+        help="requests (sharegpt: 64); --seed draws other lengths",
+    )
     bench.add_argument(
         "--compare", choices=["transformers"], help="run the first 16 requests there too"
     )
