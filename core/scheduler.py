@@ -39,7 +39,7 @@ from octavo.core.types import (
     TokenLogprobs,
 )
 
-MAX_PREEMPTIONS = 2
+MAX_PREEMPTIONS = 3
 
 AbortTarget = str | tuple[str, int]
 

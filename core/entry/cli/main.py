@@ -24,7 +24,7 @@ _COMMANDS = {
     "generate": "complete prompts on the command line",
     "devices": "backends, and the devices they find",
     "models": "models kept on this machine",
-    "bench": "measure throughput",
+    "bench": "measure throughput, latency, serving, start-up and KV cache use",
     "backend": "check a backend against the contract",
 }
 _HERE = "octavo.core.entry.cli"
