@@ -173,6 +173,22 @@ class LLM:
         ]
         return self._complete(inputs, sampling_params, use_tqdm, None)
 
+    def as_completed(
+        self,
+        prompts: Sequence[PromptInput | Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """As `generate`, yielding (index of the prompt, its whole output) as each one ends, so that
+        what is done is not lost when the rest is not. Closing the iterator aborts what is open."""
+        inputs = [p if isinstance(p, Prompt) else self._inputs.tokenize(p) for p in prompts]
+        requests = self._requests(inputs, sampling_params, RequestOutputKind.FINAL_ONLY, None)
+        index = {request.id: i for i, request in enumerate(requests)}
+        with _Bar(len(inputs), use_tqdm) as bar:
+            for request_id, output in self._run(inputs, requests):
+                bar.advance(output)
+                yield index[request_id], output
+
     def stream(
         self, prompt: PromptInput | Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:

@@ -259,7 +259,7 @@ def _checked(setting: Setting, value: Any, path: str) -> Any:
     }
     if not isinstance(value, wanted[kind]) or (isinstance(value, bool) and kind != "bool"):
         raise ConfigError(f"{origin} must be {_KINDS[kind]}, got {value!r}")
-    return float(value) if kind == "float" else value
+    return float(value) if kind == "float" and isinstance(value, int) else value
 
 
 def _check_choice(setting: Setting, value: Value) -> None:
