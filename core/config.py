@@ -142,6 +142,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not (_whole(value) and value >= 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.num_kv_blocks == 1:
+            raise ConfigError(
+                "num_kv_blocks must be at least 2, got 1: block 0 is the null block and holds no tokens"
+            )
         if not _whole(self.seed):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         if not (_whole(self.max_logprobs) and self.max_logprobs >= -1):

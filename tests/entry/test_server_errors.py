@@ -76,6 +76,8 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         # Fault F08.
         ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "x", "priority": 2**70}, "priority"),
+        ({"prompt": ["x"] * 5000}, "prompt"),
         ({"prompt": "x", "cache_salt": "a/b"}, "cache_salt"),
         ({"prompt": "x", "cache_salt": "a" * 129}, "cache_salt"),
         # Refused by the engine itself.

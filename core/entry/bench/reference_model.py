@@ -67,10 +67,16 @@ def greedy(
 ) -> Greedy:
     """`count` greedy tokens after a prompt by `generate()`, whatever the tokens are.
 
-    No end-of-text id is given, rather than `min_new_tokens`: that would forbid the token, where
+    No token may end it. `min_new_tokens` would not do: it forbids the end-of-text token, where
     `ignore_eos` lets it come and goes on.
+
+    Raises:
+        RuntimeError: it ended early all the same.
     """
     import torch
+
+    # What a call's own configuration leaves at None is taken from the model's.
+    model.generation_config.eos_token_id = None
 
     ids = torch.tensor([list(prompt_token_ids)])
     with torch.inference_mode():
@@ -80,6 +86,8 @@ def greedy(
             generation_config=_greedy_config(model, count, margins),
         )
     tokens: list[int] = out.sequences[0, ids.shape[1] :].tolist()
+    if len(tokens) != count:
+        raise RuntimeError(f"transformers ended after {len(tokens)} of {count} tokens")
     return Greedy(tokens, [_margin(row[0]) for row in out.logits] if margins else [])
 
 
