@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,7 @@ def build_engine(
         max_logprobs=config.max_logprobs,
         phases=phases.seconds,
         notes=tuple(phases.notes),
+        capabilities=asdict(backend.capabilities(device)),
     )
     return Engine(scheduler, runner, info)
 

@@ -121,6 +121,12 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert "Traceback" not in started.stderr.read_text()
 
 
+@pytest.fixture(scope="session", name="start_server")
+def _start_server() -> Any:
+    """`start_server`, for fixtures of other modules."""
+    return start_server
+
+
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Any]:
     """Starts servers that a test may break; what still runs is killed at the end."""
