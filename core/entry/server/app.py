@@ -22,6 +22,7 @@ from octavo.core.entry.server.completions import completions
 from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request, for_status
 from octavo.core.entry.server.http import Answer, Call, Endpoint, error_headers
 from octavo.core.entry.server.metrics import Metrics
+from octavo.core.entry.server.openapi import document
 from octavo.core.entry.server.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.core.entry.server.state import ServerState
 
@@ -51,6 +52,10 @@ def build_app(state: ServerState) -> ASGIApp:
         text = await metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def show_document(request: Request) -> Response:
+        request.scope["octavo"].route = "/openapi.json"
+        return Response(document(), media_type="application/json")
+
     starlette = Starlette(
         routes=[
             post("/v1/chat/completions", chat_completions),
@@ -64,6 +69,7 @@ def build_app(state: ServerState) -> ASGIApp:
             get("/ping", _health),
             get("/version", _version),
             Route("/metrics", show_metrics, methods=["GET"]),
+            Route("/openapi.json", show_document, methods=["GET"]),
         ],
         exception_handlers={
             ApiError: _on_error,
