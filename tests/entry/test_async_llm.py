@@ -72,7 +72,9 @@ def test_the_parent_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=30)
 
 
-def test_leaving_the_loop_or_cancelling_aborts() -> None:
+def test_leaving_the_loop_or_cancelling_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_NULL_STEP_SECONDS", "0.001")
+
     async def body(llm: AsyncLLM) -> None:
         async def read_one() -> None:
             stream = llm.generate("x", LONG)

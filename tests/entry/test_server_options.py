@@ -120,7 +120,7 @@ def test_a_stalled_engine_turns_health_red_and_green_again(special: Any) -> None
         assert caught.value.code == "queue_full" and caught.value.response.headers["retry-after"]
         special.wait_for(lambda status: status == 503)
         error = web.get("/health").json()["error"]
-        assert "finished no step for" in error["message"] and error["code"] == "engine_stalled"
+        assert "finished no step and" in error["message"] and error["code"] == "engine_stalled"
         started = time.monotonic()
         assert "octavo_requests_open 2.0" in web.get("/metrics").text
         assert time.monotonic() - started < 1.5

@@ -77,12 +77,13 @@ def _unchunked(data: bytes) -> bytes:
 
 
 async def measure(port: int, clients: int, requests: int, tokens: int) -> dict[str, float]:
-    """Streams completions; tokens and requests per second, seconds to the first byte."""
-    left = requests
+    """Streams completions; tokens, events and requests per second, seconds to the first byte. A server
+    that falls behind its engine puts several tokens into one event."""
+    left, events = requests, 0
     firsts: list[float] = []
 
     async def one() -> None:
-        nonlocal left
+        nonlocal left, events
         while left > 0:
             left -= 1
             body = {"prompt": "x", "max_tokens": tokens, "stream": True}
@@ -92,6 +93,7 @@ async def measure(port: int, clients: int, requests: int, tokens: int) -> dict[s
                 -99:
             ]
             firsts.append(reply.first - began)
+            events += reply.body.count(b"data: ") - 1
 
     began = time.monotonic()
     await asyncio.gather(*(one() for _ in range(clients)))
@@ -99,6 +101,7 @@ async def measure(port: int, clients: int, requests: int, tokens: int) -> dict[s
     firsts.sort()
     return {
         "tokens_per_second": requests * tokens / seconds,
+        "events_per_second": events / seconds,
         "requests_per_second": requests / seconds,
         "first_byte_median": firsts[len(firsts) // 2],
         "first_byte_p99": firsts[int(len(firsts) * 0.99)],

@@ -58,14 +58,18 @@ def byte_tokenizer() -> Tokenizer:
     )
 
 
+@functools.cache
+def _script(said: str | None) -> list[int]:
+    plain = byte_tokenizer().encode(SENTENCE * 1000 if said is None else said, False)
+    return plain + ([] if said is None else [EOS])
+
+
 class _Running:
     def __init__(self, request: Request) -> None:
         self.request = request
-        text = byte_tokenizer().decode(request.prompt_token_ids)
-        _, found, said = text.rpartition("say:")
-        said = said.split("\n")[0]
-        plain = byte_tokenizer().encode(said if found else SENTENCE * 1000, False)
-        self.script = plain + ([EOS] if found else [])
+        self.text = byte_tokenizer().decode(request.prompt_token_ids)
+        _, found, said = self.text.rpartition("say:")
+        self.script = _script(said.split("\n")[0] if found else None)
         self.open = set(range(request.params.n))
         self.done = 0
         self.timings = Timings(queued=time.monotonic())
@@ -142,13 +146,13 @@ class NullEngine:
     def _step_one(self, running: _Running) -> list[SequenceUpdate]:
         request, params = running.request, running.request.params
         token = running.script[running.done]
-        if "crash now" in byte_tokenizer().decode(request.prompt_token_ids):
+        if "crash now" in running.text:
             os._exit(7)
-        if "stall now" in byte_tokenizer().decode(request.prompt_token_ids):
+        if "stall now" in running.text:
             time.sleep(float(os.environ.get("OCTAVO_NULL_STALL_SECONDS", "3")))
             running.script = [EOS]
             token = EOS
-        if "raise now" in byte_tokenizer().decode(request.prompt_token_ids):
+        if "raise now" in running.text:
             raise FloatingPointError("the step failed")
         first, running.done = running.done == 0, running.done + 1
         reason: Any = None

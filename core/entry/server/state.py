@@ -61,7 +61,7 @@ class ServerState:
         if 0 < self.stall_seconds < silent:
             raise ApiError(
                 503,
-                f"the engine has work and finished no step for {silent:.0f} s "
+                f"the engine finished no step and gave no sign of life for {silent:.0f} s "
                 f"(--stall-timeout {self.stall_seconds:g})",
                 code="engine_stalled",
             )
