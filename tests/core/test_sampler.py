@@ -210,6 +210,24 @@ def test_seeds_are_64_bits() -> None:
     assert tokens[3] == tokens[4]  # -1 and 2^64 - 1 are the same bits
 
 
+def test_each_token_of_a_sequence_has_bits_of_its_own() -> None:
+    row = torch.zeros(1, 50_000)
+    tokens = [
+        int(draw(row, sequence([1], [2] * made, seed=3, temperature=1.0)).tokens[0])
+        for made in range(12)
+    ]
+    assert len(set(tokens)) == 12
+
+
+def test_no_two_pairs_of_seed_and_token_share_bits() -> None:
+    grid = {
+        tuple(ops.uniform_bits(seed, counter, 4, torch.device("cpu")).tolist())
+        for seed in range(25)
+        for counter in range(25)
+    }
+    assert len(grid) == 625
+
+
 def test_rows_do_not_see_each_other() -> None:
     logits = distinct_logits(3, rows=7)
     rows = [
