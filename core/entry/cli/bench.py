@@ -24,14 +24,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="throughput")
-    throughput = kinds.add_parser(
-        "throughput",
-        help="many requests at once, output tokens per second",
-        description="Submits a workload at once, greedy and with fixed output lengths, and counts.",
-        allow_abbrev=False,
+    # A plain argument, not a sub-parser: so a misspelt option is told with the nearest there is.
+    parser.add_argument(
+        "kind", choices=["throughput"], help="many requests at once, greedy, output tokens a second"
     )
-    bench = throughput.add_argument_group("benchmark")
+    bench = parser.add_argument_group("benchmark")
     bench.add_argument(
         "--workload",
         default="sharegpt",
@@ -51,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true", help="time the parts of a step (costs a little)"
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
-    add_engine_options(throughput)
+    add_engine_options(parser)
 
 
 def _count(text: str) -> int:
