@@ -105,7 +105,7 @@ def _opened(name: str | None) -> Iterator[IO[str]]:
         yield sys.stdout
         return
     try:
-        file = Path(name).open("w", encoding="utf-8")
+        file = Path(name).open("w", encoding="utf-8")  # noqa: SIM115  # closed below
     except OSError as error:
         raise ConfigError(f"--output {name} cannot be written: {error}") from None
     with file:
