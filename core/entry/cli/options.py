@@ -52,3 +52,17 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
             raise ConfigError(f"two models: {options.MODEL!r} and --model {given['model']!r}")
         given["model"] = options.MODEL
     return EngineConfig.from_kwargs(**given)
+
+
+def engine_arguments(options: argparse.Namespace) -> list[str]:
+    """The engine's options as they were given, for the command line of another process."""
+    words = [] if options.MODEL is None else [options.MODEL]
+    for name in _FIELDS:
+        if name not in options:
+            continue
+        value, flag = getattr(options, name), name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={value}")
+    return words
