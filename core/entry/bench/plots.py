@@ -72,5 +72,5 @@ def colors(count: int) -> list[Any]:
     """So many colours, all different up to twenty."""
     import matplotlib
 
-    table = matplotlib.colormaps["tab20"].colors
-    return [table[i % len(table)] for i in range(count)]
+    table = matplotlib.colormaps["tab20"]
+    return [table(i % table.N) for i in range(count)]
