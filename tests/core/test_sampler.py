@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from support import NullRunner, Rig, request, rig
 
 from octavo.core import ops
+from octavo.core.admission import mixed_seed
 from octavo.core.bad_words import VocabularyIndex
 from octavo.core.blocks import root_hash
 from octavo.core.contract import SampleInputs
 from octavo.core.sampler import Sampler, token_logprobs
-from octavo.core.scheduler import _mixed
 from octavo.core.sequence import Sequence
 from octavo.core.types import ScheduledTokens, StepPlan, StepResult
 
@@ -167,7 +167,10 @@ WAYS = {
         np.array([(7 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(N)], np.uint64),
         np.zeros(N),
     ),
-    "requests without a seed": (np.array([_mixed(0, i) for i in range(N)], np.uint64), np.zeros(N)),
+    "requests without a seed": (
+        np.array([mixed_seed(0, i) for i in range(N)], np.uint64),
+        np.zeros(N),
+    ),
     "huge seeds": (np.uint64(2**64 - 1) - np.arange(N, dtype=np.uint64), np.ones(N)),
 }
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from support import Rig, expected_tokens, request, rig
 
+from octavo.core.admission import SchedulerLimits
 from octavo.core.blocks import BlockManager
-from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler, SchedulerLimits
+from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler
 from octavo.core.types import ParamError, RequestRefused, StepPlan
 
 

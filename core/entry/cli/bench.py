@@ -1,4 +1,4 @@
-"""`octavo bench throughput`: tokens per second, alone or beside transformers."""
+"""`octavo bench`: its kinds, and `throughput`: tokens per second, alone or beside transformers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
+from octavo.core.entry.cli import bench_kv_waste
+from octavo.core.entry.cli.bench_options import count
 from octavo.core.entry.cli.failure import CommandFailed
 from octavo.core.entry.cli.options import add_engine_options, engine_config
 
@@ -22,13 +24,25 @@ if TYPE_CHECKING:
     from octavo.core.entry.front import Front
 
 
+_KINDS = {"kv-waste": bench_kv_waste}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    # A plain argument, not a sub-parser: so a misspelt option is told with the nearest there is.
-    parser.add_argument(
-        "kind", choices=["throughput"], help="many requests at once, greedy, output tokens a second"
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    _add_throughput(kinds)
+    for module in _KINDS.values():
+        module.add_parser(kinds)
+
+
+def _add_throughput(kinds: Any) -> None:
+    throughput = kinds.add_parser(
+        "throughput",
+        help="many requests at once, output tokens per second",
+        description="Submits a workload at once, greedy and with fixed output lengths, and counts.",
+        allow_abbrev=False,
     )
-    bench = parser.add_argument_group("benchmark")
+    bench = throughput.add_argument_group("benchmark")
     bench.add_argument(
         "--workload",
         default="sharegpt",
@@ -37,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     bench.add_argument(
         "--num-requests",
-        type=_count,
+        type=count,
         metavar="N",
         help="requests (sharegpt: 64); --seed draws other lengths",
     )
@@ -48,14 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true", help="time the parts of a step (costs a little)"
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
-    add_engine_options(parser)
-
-
-def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return value
+    add_engine_options(throughput)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -64,6 +71,9 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         CommandFailed: transformers' tokens differ where it was no tie.
     """
+    if options.kind in _KINDS:
+        _KINDS[options.kind].run(options)
+        return
     prepare_thread_environment()
     config = engine_config(options)
     from octavo.core.entry.bench.machine import idle_warning
