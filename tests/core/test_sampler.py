@@ -16,7 +16,7 @@ from octavo.core import ops
 from octavo.core.admission import mixed_seed
 from octavo.core.bad_words import VocabularyIndex
 from octavo.core.blocks import root_hash
-from octavo.core.contract import SampleInputs
+from octavo.core.contract import Ops, SampleInputs
 from octavo.core.sampler import Sampler, token_logprobs
 from octavo.core.sequence import Sequence
 from octavo.core.types import ScheduledTokens, StepPlan, StepResult
@@ -29,7 +29,7 @@ def no_vocabulary(skip_special: bool) -> VocabularyIndex:
 
 
 def sampler(vocabulary: Any = no_vocabulary) -> Sampler:
-    return Sampler(ops.sample, "cpu", vocabulary)
+    return Sampler(ops.sample, Ops(), "cpu", vocabulary)
 
 
 def sequence(
@@ -483,7 +483,7 @@ def test_values_come_from_the_raw_logits(params: dict) -> None:
 
 
 def test_more_logprobs_than_tokens() -> None:
-    (entry,) = token_logprobs(torch.zeros(1, 4), np.array([2]), [20])
+    (entry,) = token_logprobs(torch.zeros(1, 4), np.array([2]), [20], Ops())
     assert sorted(entry.top_ids) == [0, 1, 2, 3]
 
 
