@@ -1,4 +1,4 @@
-"""`octavo bench throughput`: tokens per second, alone or beside transformers."""
+"""`octavo bench`: its kinds, and `throughput`: tokens per second, alone or beside transformers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
+from octavo.core.entry.cli import bench_kv_waste
+from octavo.core.entry.cli.bench_options import count
 from octavo.core.entry.cli.failure import CommandFailed
 from octavo.core.entry.cli.options import add_engine_options, engine_config
 
@@ -22,9 +24,18 @@ if TYPE_CHECKING:
     from octavo.core.entry.front import Front
 
 
+_KINDS = {"kv-waste": bench_kv_waste}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="throughput")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    _add_throughput(kinds)
+    for module in _KINDS.values():
+        module.add_parser(kinds)
+
+
+def _add_throughput(kinds: Any) -> None:
     throughput = kinds.add_parser(
         "throughput",
         help="many requests at once, output tokens per second",
@@ -38,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="sharegpt, uniform, prefix, single or a .jsonl file (sharegpt)",
     )
-    bench.add_argument("--num-requests", type=_count, metavar="N", help="requests (sharegpt: 64)")
+    bench.add_argument(
+        "--num-requests",
+        type=count,
+        metavar="N",
+        help="requests (sharegpt: 64); --seed draws other lengths",
+    )
     bench.add_argument(
         "--compare", choices=["transformers"], help="run the first 16 requests there too"
     )
@@ -49,19 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_options(throughput)
 
 
-def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return value
-
-
 def run(options: argparse.Namespace) -> None:
     """Measures and prints.
 
     Raises:
         CommandFailed: transformers' tokens differ where it was no tie.
     """
+    if options.kind in _KINDS:
+        _KINDS[options.kind].run(options)
+        return
     prepare_thread_environment()
     config = engine_config(options)
     from octavo.core.entry.bench.machine import idle_warning
@@ -147,12 +159,15 @@ def _compare(
     if options.compare is None:
         return None
     from octavo.core.entry.bench.compare import NUM_COMPARED, compare
+    from octavo.core.entry.wiring import resolve_device
 
     assert front.files is not None
+    found = resolve_device(config.device)
+    device = found.backend.torch_device(found.device)
     total = sum(item.output_len for item in workload.items[:NUM_COMPARED])
     try:
         with _bar("transformers", total, config) as on_tokens:
-            return compare(front.files, workload, result.tokens, on_tokens)
+            return compare(front.files, device, workload, result.tokens, on_tokens)
     except ImportError as error:
         raise ConfigError(
             f"--compare transformers needs transformers ({error}): pip install 'octavo[hf]'"
