@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -277,3 +279,31 @@ def test_a_batch_on_the_command_line(
     assert "would overwrite" in refused(capsys, "--batch", path, "--output", path)
     path = written(tmp_path, line(1).decode(), "nonsense\n")
     assert "1 of 2 lines failed" in refused(capsys, "--batch", path, code=1)
+
+
+def test_ctrl_c_keeps_what_a_batch_has_done(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, null_engine\n"
+        "from octavo.core.entry import batch_file\n"
+        "from octavo.core.entry.cli.main import main\n"
+        "run = batch_file.run_batch\n"
+        "def slow(*a, **k):\n"
+        "    os.environ['OCTAVO_NULL_STEP_SECONDS'] = '0.01'\n"
+        "    return run(*a, **k, factory='null_engine:build', loader=null_engine.load)\n"
+        "batch_file.run_batch = slow\n"
+        "main(['generate', '--batch', sys.argv[1]])"
+    )
+    endless = line("endless", messages=[{"role": "user", "content": "go on"}], ignore_eos=True)
+    path = written(tmp_path, line("quick").decode(), *[endless.decode()] * 3)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen = [json.loads(process.stdout.readline())["custom_id"] for _ in range(3)]
+    assert sorted(seen) == ["endless", "endless", "quick"]  # two of the three for being repeats
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in errors, errors

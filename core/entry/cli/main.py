@@ -111,7 +111,19 @@ def command_parser(command: str) -> tuple[argparse.ArgumentParser, ModuleType]:
     module = import_module(f"{_HERE}.{command}")
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+    parser.usage = _usage(parser)
     return parser, module
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """One line: a list of forty flags before their explanations helps nobody."""
+    words = [parser.prog, "[options]"]
+    for action in parser._get_positional_actions():
+        name = str(action.metavar or action.dest)
+        if isinstance(action, argparse._SubParsersAction):
+            name += " …"
+        words.append(name if action.required else f"[{name}]")
+    return " ".join(words)
 
 
 def _run(command: str, arguments: Sequence[str]) -> None:
