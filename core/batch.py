@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.core.contract import Lane
-from octavo.core.scheduler import wants_prompt_logprobs
 from octavo.core.types import Batch, Int32, Int64, ScheduledTokens, StepPlan
 
 
@@ -27,7 +26,7 @@ def bucket(size: int, buckets: Sequence[int]) -> int:
 
 def prompt_logprob_rows(item: ScheduledTokens) -> range:
     """Positions of this item whose logits tell the log-probability of the next prompt token."""
-    if not item.all_logits or not wants_prompt_logprobs(item.sequence):
+    if not item.all_logits or not item.sequence.wants_prompt_logprobs:
         return range(0)
     last = min(item.start + item.count, item.sequence.num_prompt - 1)
     return range(max(item.start, item.sequence.prompt_logprobs_done), last)

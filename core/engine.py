@@ -10,7 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from octavo.core.scheduler import AbortTarget, Scheduler, SchedulerStats
+from octavo.core.scheduler import AbortTarget, Scheduler
+from octavo.core.stats import SchedulerStats
 from octavo.core.types import (
     ParamError,
     Request,

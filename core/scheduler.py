@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from octavo.core.admission import SchedulerLimits, longest, mixed_seed, stored_tokens
 from octavo.core.blocks import BlockManager, extend_hashes, root_hash
 from octavo.core.sequence import Sequence
+from octavo.core.stats import SchedulerStats
 from octavo.core.types import (
     FinishReason,
     ParamError,
     Request,
-    RequestRefused,
     ScheduledTokens,
     SequenceUpdate,
     StepPlan,
@@ -42,48 +43,6 @@ from octavo.core.types import (
 MAX_PREEMPTIONS = 3
 
 AbortTarget = str | tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What one step and one sequence may hold."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_logits_rows: int = 512
-    chunk_multiple: int = 1
-    fcfs_only: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_logits_rows <= self.max_num_seqs:
-            raise ValueError(
-                f"max_logits_rows ({self.max_logits_rows}) must exceed max_num_seqs "
-                f"({self.max_num_seqs}): each sequence may draw in the same step, and a prompt whose "
-                "log-probabilities are asked for needs a row beside them"
-            )
-
-
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start, and what holds now. KV numbers are in blocks or slots (tokens)."""
-
-    running: int
-    waiting: int
-    kv_blocks_total: int
-    kv_blocks_used: int
-    kv_blocks_cached: int
-    kv_slots_allocated: int
-    kv_slots_used: int
-    kv_slots_wasted: int
-    steps: int
-    requests: int
-    preemptions: int
-    evictions: int
-    prompt_tokens: int
-    output_tokens: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    finished: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -125,55 +84,18 @@ class Scheduler:
             RequestRefused: it could never run here; the message has what it needs and what there is.
             ParamError: its id is in use, or its prompt is empty.
         """
-        limits, params = self.limits, request.params
-        prompt = len(request.prompt_token_ids)
         if request.id in self._groups:
             raise ParamError("request_id", f"request id {request.id!r} is in use")
-        if prompt == 0:
-            raise ParamError("prompt", "the prompt has no tokens")
-        if limits.fcfs_only and request.priority != 0:
-            raise ParamError(
-                "priority", "priority needs scheduling_policy='priority'; the server runs 'fcfs'"
-            )
-        room = limits.max_model_len - (1 if params.max_tokens != 0 else 0)
-        if prompt > room:
-            raise RequestRefused(
-                "prompt",
-                f"the prompt has {prompt} tokens; at most {room} fit, as the model's context is "
-                f"{limits.max_model_len} tokens for prompt and output together",
-            )
-        if params.n > limits.max_num_seqs:
-            raise RequestRefused(
-                "n",
-                f"n={params.n} needs {params.n} sequences at once, this engine runs {limits.max_num_seqs}",
-            )
-        max_len = limits.max_model_len
-        if params.max_tokens is not None:
-            max_len = min(max_len, prompt + params.max_tokens)
-        pool = self.blocks.usable * self.blocks.block_size  # the last token is never stored
-        if params.max_tokens is None and prompt <= pool:
-            max_len = min(max_len, pool + 1)
-        if self._stored(max_len, prompt) > pool:
-            need = self.blocks.blocks_for(self._stored(max_len, prompt))
-            raise RequestRefused(
-                "prompt" if prompt > pool else "max_tokens",
-                f"the request needs {need} KV blocks ({prompt} prompt tokens and up to {max_len - prompt} output "
-                f"tokens, {self.blocks.block_size} a block), the KV cache has {self.blocks.usable}; "
-                "shorten it or start with a larger --kv-memory",
-            )
+        max_len = longest(request, self.limits, self.blocks)
+        params, prompt = request.params, len(request.prompt_token_ids)
         root = root_hash(request.adapter, request.cache_salt, request.image_hashes)
-        seed = params.seed if params.seed is not None else _mixed(self._seed, self._order)
+        seed = params.seed if params.seed is not None else mixed_seed(self._seed, self._order)
         sequence = Sequence(request, self._order, root, seed & (2**64 - 1), max_len)
         self._order += 1
         self._counts["requests"] += 1
         self._counts["prompt"] += prompt
         self._groups[request.id] = _Group(request, {0: sequence})
         self._push_waiting(sequence)
-
-    @staticmethod
-    def _stored(max_len: int, prompt: int) -> int:
-        """Tokens that must be in the KV cache: all but the last output token."""
-        return max(prompt, max_len - 1)
 
     def abort(self, targets: Iterable[AbortTarget]) -> list[SequenceUpdate]:
         """Ends requests (by id), or samples of them that hit a stop string (by (id, index)), at once.
@@ -240,11 +162,11 @@ class Scheduler:
         preempted: list[str] = []
         budget = self.limits.max_num_batched_tokens
         rows = self.limits.max_logits_rows - self._slots_taken  # each may draw in this step
-        decodes = sum(map(_decoding, self.running))  # still to be planned
+        decodes = sum(s.decoding for s in self.running)  # still to be planned
         position = 0
         while position < len(self.running) and budget > 0:
             sequence = self.running[position]
-            decoding = _decoding(sequence)
+            decoding = sequence.decoding
             item = self._tokens_for(sequence, budget if decoding else budget - decodes, rows)
             decodes -= decoding
             if item is None:  # no room for its tokens or rows of logits beside the others
@@ -253,7 +175,7 @@ class Scheduler:
             already = len(preempted)
             kept = self._reserve(sequence, item, position, copies, preempted)
             if len(preempted) > already:  # who is gone claims no part of the budget
-                decodes = sum(map(_decoding, self.running[position + kept :]))
+                decodes = sum(s.decoding for s in self.running[position + kept :])
             if not kept:
                 continue  # it had to go itself: the next one stands at its position
             items.append(item)
@@ -275,7 +197,7 @@ class Scheduler:
     def _tokens_for(self, sequence: Sequence, budget: int, rows: int) -> ScheduledTokens | None:
         start = sequence.num_computed
         count = min(sequence.num_tokens - start, budget)
-        all_logits = wants_prompt_logprobs(sequence)
+        all_logits = sequence.wants_prompt_logprobs
         if all_logits:
             count = min(count, rows)
         done = start + count == sequence.num_tokens
@@ -306,7 +228,7 @@ class Scheduler:
             if max(need, 0) + shared <= blocks.num_free:
                 break
             victim = self._victim(position)
-            self._preempt(victim, copies)
+            self._preempt(victim)
             preempted.append(victim.request.id)
             if victim is sequence:
                 return False
@@ -326,9 +248,9 @@ class Scheduler:
                 return sequence
         return self.running[position]  # only after a fork: a parent's last block is shared again
 
-    def _preempt(self, sequence: Sequence, copies: dict[int, int]) -> None:
-        for block in sequence.blocks:
-            copies.pop(block, None)
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence that has no part in this step's plan yet, and so no copy in it, back to
+        the queue."""
         self._release(sequence)
         sequence.num_computed = 0
         sequence.preemptions += 1
@@ -341,7 +263,7 @@ class Scheduler:
             if self._slots_taken + sequence.pending_samples > self.limits.max_num_seqs:
                 return
             rows -= sequence.pending_samples
-            if rows < wants_prompt_logprobs(sequence):
+            if rows < sequence.wants_prompt_logprobs:
                 return
             if not self._take_blocks(sequence):
                 return
@@ -358,7 +280,7 @@ class Scheduler:
         """Prefix hits and new blocks for every known token, and room for the neighbours to grow."""
         blocks, size = self.blocks, self.blocks.block_size
         hits: list[int] = []
-        if blocks.prefix_caching and not wants_prompt_logprobs(sequence):
+        if blocks.prefix_caching and not sequence.wants_prompt_logprobs:
             extend_hashes(
                 sequence.hashes, sequence.root, sequence.tokens[: sequence.num_tokens], size
             )
@@ -366,7 +288,7 @@ class Scheduler:
         target = sequence.num_tokens
         spare = 0
         if sequence.preemptions >= MAX_PREEMPTIONS:
-            target = self._stored(sequence.max_len, sequence.num_prompt)
+            target = stored_tokens(sequence.max_len, sequence.num_prompt)
         elif self.running:
             spare = len(self.running)
         need = blocks.blocks_for(target) - len(hits)
@@ -511,7 +433,7 @@ class Scheduler:
         if sequence.prompt_logprobs is None:
             sequence.prompt_logprobs = []
         sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.request.id, ()))
-        return None if wants_prompt_logprobs(sequence) else sequence.prompt_logprobs
+        return None if sequence.wants_prompt_logprobs else sequence.prompt_logprobs
 
     def _finish(
         self,
@@ -613,20 +535,6 @@ class Scheduler:
         assert taken == self._slots_taken, f"{taken} slots are taken, {self._slots_taken} counted"
 
 
-def _decoding(sequence: Sequence) -> bool:
-    return sequence.num_tokens - sequence.num_computed == 1
-
-
-def wants_prompt_logprobs(sequence: Sequence) -> bool:
-    """Whether prompt log-probabilities are still to be computed: then every row's logits are needed
-    and no block may come from the prefix cache."""
-    if sequence.request.params.prompt_logprobs is None:
-        return False
-    return (
-        sequence.prompt_logprobs is None or sequence.prompt_logprobs_done < sequence.num_prompt - 1
-    )
-
-
 def stop_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
     """Whether the token just appended ends the sequence, and by which stop token."""
     request, params = sequence.request, sequence.request.params
@@ -661,11 +569,3 @@ def _update(
         num_cached_tokens=sequence.num_cached,
         timings=timings,
     )
-
-
-def _mixed(seed: int, order: int) -> int:
-    """A seed for a request that brought none: fixed by the engine's seed and the arrival order."""
-    z = (seed * 0x9E3779B97F4A7C15 + order + 1) & (2**64 - 1)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return z ^ (z >> 31)

@@ -91,6 +91,19 @@ class Sequence:
         return len(self.prompt_logprobs) if self.prompt_logprobs is not None else 0
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt log-probabilities are still to be computed: then every row's logits are
+        needed and no block may come from the prefix cache."""
+        if self.request.params.prompt_logprobs is None:
+            return False
+        return self.prompt_logprobs is None or self.prompt_logprobs_done < self.num_prompt - 1
+
+    @property
+    def decoding(self) -> bool:
+        """Whether one token is all that is left to compute."""
+        return self.num_tokens - self.num_computed == 1
+
+    @property
     def blocks(self) -> list[int]:
         blocks: list[int] = self.block_table[: self.num_blocks].tolist()
         return blocks

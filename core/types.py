@@ -179,7 +179,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One prompt on its way to the engine.
 
     `id` is unique inside the process and never a client's own id. `eos_token_ids` is the model's
-    whole list; `bad_word_bytes` holds `SamplingParams.bad_words` encoded as UTF-8.
+    whole list.
     """
 
     id: str

@@ -170,7 +170,8 @@ class Plugins:
         found: dict[str, str] = {}
         for implementation in self._manager.hook.octavo_models.get_hookimpls():
             try:
-                found.update(implementation.function())
+                answer: Any = implementation.function()
+                found.update(answer)
             except Exception as error:
                 problem = Problem(
                     implementation.plugin_name, f"octavo_models: {type(error).__name__}: {error}"

@@ -121,7 +121,7 @@ class CpuBackend(Backend):
             head_sizes=(lib.HEAD_MULTIPLE, 256, lib.HEAD_MULTIPLE),
             swap=True,
             ops={
-                "linear": "torch (MKL or oneDNN)",
+                "linear": "torch (oneDNN, weights packed at load)",
                 "embedding": "torch",
                 **dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}"),
             },
@@ -154,6 +154,6 @@ class CpuBackend(Backend):
     def ops(self, device: str) -> Ops:
         if not kernels().available():
             return super().ops(device)
-        from octavo.backends.cpu.ops import CpuOps
+        from octavo.backends.cpu.ops import CpuOps, packs_weights
 
-        return CpuOps()
+        return CpuOps(native_dtypes() if packs_weights() else ())

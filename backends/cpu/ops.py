@@ -3,7 +3,7 @@ described once, at the first layer, and kept in the step's inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import torch
 
 from octavo.core.ops import DTYPES, TorchInputs
 from octavo.kernels import cpu as lib
-from octavo.plugins import KVSpec, Ops, SampleInputs
+from octavo.plugins import KVSpec, Ops, SampleInputs, WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,59 @@ def _steps(meta: TorchInputs) -> dict[Any, Any]:
     return steps
 
 
+def packs_weights() -> bool:
+    """Whether oneDNN is there to lay out weights for its matrix products."""
+    built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return built and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 class CpuOps(Ops):
-    """C++ kernels where they exist, torch elsewhere."""
+    """C++ kernels where they exist, torch elsewhere.
+
+    Args:
+        packed_dtypes: dtypes in which linear weights take oneDNN's blocked layout. Against torch's
+            `F.linear` its products are up to four times as fast at 2 to 32 rows, and faster at all.
+    """
 
     device = "cpu"
+
+    def __init__(self, packed_dtypes: Sequence[str] = ()) -> None:
+        self._packed = frozenset(DTYPES[name] for name in packed_dtypes)
+        self._reorder = torch.ops.mkldnn._reorder_linear_weight if packed_dtypes else None
+        self._product = torch.ops.mkldnn._linear_pointwise if packed_dtypes else None
+
+    def pack_weight(
+        self, parts: Mapping[str, torch.Tensor], spec: WeightSpec, dtype: str
+    ) -> torch.Tensor:
+        weight: torch.Tensor = super().pack_weight(parts, spec, dtype)
+        return self._blocked(weight) if spec.role == "linear" else weight
+
+    def tied_weight(self, packed: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
+        # An embedding is read by rows: a head tied to it needs a layout of its own.
+        return self._blocked(packed)
+
+    def _blocked(self, weight: torch.Tensor) -> torch.Tensor:
+        if self._reorder is None or weight.dtype not in self._packed:
+            return weight
+        with torch.inference_mode():
+            blocked: torch.Tensor = self._reorder(weight)
+        return blocked
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        reduce: Literal["sum"] | None = None,
+        lora: Any = None,
+    ) -> torch.Tensor:
+        if self._product is None or not weight.is_mkldnn:
+            return super().linear(x, weight, bias=bias, reduce=reduce, lora=lora)
+        if lora is not None:
+            raise ValueError("the CPU's linear op has no LoRA")
+        product: torch.Tensor = self._product(x, weight, bias, "none", [], "")
+        return product
 
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[CpuKV]:
         by_layer: dict[int, CpuKV] = {}

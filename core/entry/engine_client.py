@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -73,7 +74,7 @@ class EngineClient(asyncio.Protocol):
                 stdout=2,  # standard error: what a library prints there is no result of ours
                 pass_fds=(theirs.fileno(),),
                 # It finds the modules that this process finds, and no others.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
                 start_new_session=True,  # Ctrl-C reaches the parent alone
             )
         loop = asyncio.get_running_loop()
@@ -191,4 +192,6 @@ class EngineClient(asyncio.Protocol):
             code = self._process.wait(0.2)
         except subprocess.TimeoutExpired:
             return ""
+        if code == -signal.SIGKILL:
+            return " (signal 9: somebody killed it, or the machine had no memory left)"
         return f" (signal {-code})" if code < 0 else f" (exit code {code})"

@@ -238,6 +238,10 @@ class InputProcessor:
         params.check_vocabulary(self.vocab_size)
         self._check_logprobs(params)
         check_cache_salt(cache_salt)
+        if type(priority) is not int or not -(2**31) <= priority < 2**31:
+            raise ParamError(
+                "priority", f"priority must be a whole number of 32 bits, got {priority!r}"
+            )
         ids = self._truncated(prompt.token_ids, params)
         room = self.max_model_len - len(ids)
         if room < (0 if params.max_tokens == 0 else 1):

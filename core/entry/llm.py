@@ -10,6 +10,7 @@ import msgspec
 
 from octavo.core.config import DEFAULT_MODEL, EngineConfig, prepare_thread_environment
 from octavo.core.engine import ModelInfo
+from octavo.core.entry.bar import Bar
 from octavo.core.entry.front import Front, load_front, load_progress
 from octavo.core.entry.inputs import (
     Conversation,
@@ -173,6 +174,22 @@ class LLM:
         ]
         return self._complete(inputs, sampling_params, use_tqdm, None)
 
+    def as_completed(
+        self,
+        prompts: Sequence[PromptInput | Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """As `generate`, yielding (index of the prompt, its whole output) as each one ends, so that
+        what is done is not lost when the rest is not. Closing the iterator aborts what is open."""
+        inputs = [p if isinstance(p, Prompt) else self._inputs.tokenize(p) for p in prompts]
+        requests = self._requests(inputs, sampling_params, RequestOutputKind.FINAL_ONLY, None)
+        index = {request.id: i for i, request in enumerate(requests)}
+        with Bar(len(inputs), use_tqdm) as bar:
+            for request_id, output in self._run(inputs, requests):
+                bar.advance(_num_tokens(output))
+                yield index[request_id], output
+
     def stream(
         self, prompt: PromptInput | Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
@@ -200,10 +217,10 @@ class LLM:
     ) -> list[RequestOutput]:
         requests = self._requests(prompts, sampling_params, RequestOutputKind.FINAL_ONLY, priority)
         done: dict[str, RequestOutput] = {}
-        with _Bar(len(prompts), show_progress) as bar:
+        with Bar(len(prompts), show_progress) as bar:
             for request_id, output in self._run(prompts, requests):
                 done[request_id] = output
-                bar.advance(output)
+                bar.advance(_num_tokens(output))
         return [done[request.id] for request in requests]
 
     def _requests(
@@ -265,48 +282,8 @@ class LLM:
                 engine.abort(left)
 
 
-class _Bar:
-    """A progress bar on a terminal: prompts done, and tokens a second."""
-
-    def __init__(self, total: int, wanted: bool) -> None:
-        import sys
-
-        self._progress: Any = None
-        self._tokens = 0
-        if wanted and total and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-            )
-
-            self._progress = Progress(
-                TextColumn("prompts"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[rate]:.1f} tokens/s"),
-                console=Console(stderr=True),
-            )
-            self._task = self._progress.add_task("", total=total, rate=0.0)
-
-    def __enter__(self) -> Self:
-        if self._progress:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress:
-            self._progress.stop()
-
-    def advance(self, output: RequestOutput) -> None:
-        if self._progress:
-            self._tokens += sum(len(sample.token_ids) for sample in output.outputs)
-            elapsed = self._progress.tasks[0].elapsed or 1e-9
-            self._progress.update(self._task, advance=1, rate=self._tokens / elapsed)
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(sample.token_ids) for sample in output.outputs)
 
 
 def _prompt_list(prompts: Any) -> list[PromptInput | Prompt]:

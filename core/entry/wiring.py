@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from octavo.core.admission import SchedulerLimits
 from octavo.core.bad_words import VocabularyIndex
 from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
@@ -17,7 +18,7 @@ from octavo.core.engine import Engine, ModelInfo
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.progress import Progress, SilentProgress
 from octavo.core.models.base import ARCHITECTURES, Model, model_class
-from octavo.core.scheduler import Scheduler, SchedulerLimits
+from octavo.core.scheduler import Scheduler
 from octavo.plugins.manager import Resolved, plugins
 
 if TYPE_CHECKING:

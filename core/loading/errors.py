@@ -15,7 +15,7 @@ class CorruptFileError(ModelError):
     """A file is truncated, has a bad header or does not match its checksum."""
 
 
-class ConfigError(ModelError):
+class ModelConfigError(ModelError):
     """A model's configuration is missing, unreadable or not one this engine can run."""
 
 

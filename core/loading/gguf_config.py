@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from octavo.core.loading.errors import ConfigError
+from octavo.core.loading.errors import ModelConfigError
 from octavo.core.loading.gguf import GgufFile
 
 _ARCHITECTURES = {
@@ -29,7 +29,7 @@ _LLAMA3_ORIGINAL_CONTEXT = 8192
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
-    """The configuration a GGUF file states. Raises ConfigError for what cannot be run."""
+    """The configuration a GGUF file states. Raises ModelConfigError for what cannot be run."""
     file = GgufFile(path)
     try:
         return config_of(file)
@@ -41,18 +41,18 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """``gguf_config`` of a file that is open already."""
     arch = file.architecture
     if arch not in _ARCHITECTURES:
-        raise ConfigError(
+        raise ModelConfigError(
             f"{file.path} holds a model of GGUF architecture {arch!r}; these are read: "
             f"{', '.join(sorted(_ARCHITECTURES))}. Use the model's safetensors folder instead."
         )
     if file.get(f"{arch}.expert_count", 0):
-        raise ConfigError(
+        raise ModelConfigError(
             f"{file.path} holds a mixture of experts, which is not read from GGUF. Use the model's "
             "safetensors folder instead."
         )
 
     if file.get("split.count", 1) > 1:
-        raise ConfigError(
+        raise ModelConfigError(
             f"{file.path} is one of {file.get('split.count')} files of a split model. Merge them "
             "(llama.cpp's gguf-split --merge) and give the merged file."
         )
@@ -60,7 +60,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     def stated(key: str) -> Any:
         value = file.get(f"{arch}.{key}")
         if value is None:
-            raise ConfigError(f"{file.path} does not state {arch}.{key}; convert it again")
+            raise ModelConfigError(f"{file.path} does not state {arch}.{key}; convert it again")
         return value
 
     model_type, class_name = _ARCHITECTURES[arch]
@@ -99,7 +99,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 def _vocab_size(file: GgufFile, arch: str) -> int:
     tokens = file.get(f"{arch}.vocab_size") or file.length("tokenizer.ggml.tokens")
     if tokens is None:
-        raise ConfigError(f"{file.path} states neither {arch}.vocab_size nor a vocabulary")
+        raise ModelConfigError(f"{file.path} states neither {arch}.vocab_size nor a vocabulary")
     return int(tokens)
 
 
@@ -136,7 +136,7 @@ def _rope_scaling(file: GgufFile, arch: str) -> dict[str, Any] | None:
             scaling["original_max_position_embeddings"] = original
         return scaling
     if kind not in {"none", "linear", "yarn"}:
-        raise ConfigError(
+        raise ModelConfigError(
             f"{file.path} scales rotary positions by {kind!r}; from GGUF none, linear and yarn are "
             "read. Use the model's safetensors folder instead."
         )

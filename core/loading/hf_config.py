@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.core.loading.errors import ConfigError
+from octavo.core.loading.errors import ModelConfigError
 from octavo.core.loading.files import ModelFiles, read_json
 
 
@@ -17,7 +17,7 @@ def load_config(files: ModelFiles) -> dict[str, Any]:
         return gguf_config(files.path)
     config = read_json(files.path / "config.json")
     if not isinstance(config, dict):
-        raise ConfigError(f"{files.path / 'config.json'} holds no JSON object")
+        raise ModelConfigError(f"{files.path / 'config.json'} holds no JSON object")
     return config
 
 
@@ -28,7 +28,7 @@ def load_generation_config(files: ModelFiles) -> dict[str, Any]:
         return {}
     config = read_json(path)
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ModelConfigError(f"{path} holds no JSON object")
     return config
 
 

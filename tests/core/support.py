@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.core.admission import SchedulerLimits
 from octavo.core.batch import build_batch, prompt_logprob_rows
 from octavo.core.blocks import BlockManager, root_hash
 from octavo.core.contract import Lane
 from octavo.core.engine import Engine, ModelInfo
-from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler, SchedulerLimits
+from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler
 from octavo.core.sequence import Sequence
 from octavo.core.types import (
     Request,

@@ -12,7 +12,7 @@ from octavo.core.batch import bucket, build_batch, prompt_logprob_rows
 from octavo.core.blocks import root_hash
 from octavo.core.contract import Lane
 from octavo.core.sequence import Sequence
-from octavo.core.types import ScheduledTokens, StepPlan
+from octavo.core.types import ScheduledTokens, StepPlan, TokenLogprobs
 
 ROOT = root_hash(None, None, ())
 
@@ -80,7 +80,7 @@ def test_padding_points_at_nothing() -> None:
 )
 def test_prompt_logprob_rows(start: int, count: int, done: int, wanted: range) -> None:
     made = sequence("a", 10, [1, 2, 3], prompt_logprobs=1)
-    made.prompt_logprobs_done = done
+    made.prompt_logprobs = [TokenLogprobs(1, -1.0, 1, [], [])] * done
     assert prompt_logprob_rows(ScheduledTokens(made, start, count, 0, True)) == wanted
 
 

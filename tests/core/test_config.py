@@ -62,6 +62,7 @@ def test_options_known_from_elsewhere_say_what_to_do(name: str) -> None:
             )
             for value in (0, -1, 1.5, "8", True)
         ],
+        ("num_kv_blocks", 1),
         ("dtype", "fp32"),
         ("kv_cache_dtype", "int4"),
         ("scheduling_policy", "lifo"),

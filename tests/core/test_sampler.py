@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from support import NullRunner, Rig, request, rig
 
 from octavo.core import ops
+from octavo.core.admission import mixed_seed
 from octavo.core.bad_words import VocabularyIndex
 from octavo.core.blocks import root_hash
 from octavo.core.contract import SampleInputs
 from octavo.core.sampler import Sampler, token_logprobs
-from octavo.core.scheduler import _mixed
 from octavo.core.sequence import Sequence
 from octavo.core.types import ScheduledTokens, StepPlan, StepResult
 
@@ -167,7 +167,10 @@ WAYS = {
         np.array([(7 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(N)], np.uint64),
         np.zeros(N),
     ),
-    "requests without a seed": (np.array([_mixed(0, i) for i in range(N)], np.uint64), np.zeros(N)),
+    "requests without a seed": (
+        np.array([mixed_seed(0, i) for i in range(N)], np.uint64),
+        np.zeros(N),
+    ),
     "huge seeds": (np.uint64(2**64 - 1) - np.arange(N, dtype=np.uint64), np.ones(N)),
 }
 
@@ -208,6 +211,24 @@ def test_seeds_are_64_bits() -> None:
     tokens = draw(logits.expand(5, -1), *rows).tokens.tolist()
     assert len(set(tokens[:4])) == 4
     assert tokens[3] == tokens[4]  # -1 and 2^64 - 1 are the same bits
+
+
+def test_each_token_of_a_sequence_has_bits_of_its_own() -> None:
+    row = torch.zeros(1, 50_000)
+    tokens = [
+        int(draw(row, sequence([1], [2] * made, seed=3, temperature=1.0)).tokens[0])
+        for made in range(12)
+    ]
+    assert len(set(tokens)) == 12
+
+
+def test_no_two_pairs_of_seed_and_token_share_bits() -> None:
+    grid = {
+        tuple(ops.uniform_bits(seed, counter, 4, torch.device("cpu")).tolist())
+        for seed in range(25)
+        for counter in range(25)
+    }
+    assert len(grid) == 625
 
 
 def test_rows_do_not_see_each_other() -> None:

@@ -162,7 +162,7 @@ def test_when_the_engine_dies_every_request_fails(cause: str) -> None:
         if cause == "kill":
             assert llm.engine_pid is not None
             os.kill(llm.engine_pid, signal.SIGKILL)
-            match = r"unexpectedly \(signal 9\)"
+            match = r"unexpectedly \(signal 9"
         else:
             others.append(asyncio.create_task(text_of(llm, cause)))
             match = r"exit code 7" if cause == "crash now" else "FloatingPointError"

@@ -205,6 +205,13 @@ def test_ignore_eos_and_eos(llm: LLM) -> None:
     assert output.outputs[0].stop_reason is None
 
 
+def test_priorities(llm: LLM) -> None:
+    for priority in ([2**40], [True], [0, 0]):
+        with pytest.raises(ParamError, match="priorit"):
+            llm.generate(["x"], SHORT, priority=priority)
+    assert len(llm.generate(["x"], SHORT, priority=[-5])) == 1
+
+
 def test_shutdown_is_final_and_idempotent() -> None:
     with make() as llm:
         llm.generate("x", SHORT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -214,6 +215,29 @@ def test_messages_as_clients_send_them_back(client: openai.OpenAI) -> None:
         {"role": "user", "content": parts, "name": "me"},
     ]
     assert chat(client, messages=talk).choices[0].message.content == TEXT
+
+
+def test_the_clients_own_helpers(server: Any) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            create = client.chat.completions.create
+            answers = await asyncio.gather(
+                *(create(model="null", messages=USER, stream=bool(i % 2)) for i in range(6))
+            )
+            texts = []
+            for answer in answers:
+                if hasattr(answer, "choices"):
+                    texts.append(answer.choices[0].message.content)
+                else:
+                    texts.append("".join([c.choices[0].delta.content or "" async for c in answer]))
+            return texts
+
+    assert asyncio.run(ask()) == [TEXT] * 6
+    client = server.client()
+    with client.chat.completions.stream(model="null", messages=USER) as stream:
+        assert stream.get_final_completion().choices[0].message.content == TEXT
+    raw = client.chat.completions.with_raw_response.create(model="null", messages=USER)
+    assert raw.headers["x-request-id"] and raw.parse().choices[0].message.content == TEXT
 
 
 def test_many_at_once(client: openai.OpenAI) -> None:

@@ -76,6 +76,8 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         # Fault F08.
         ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "x", "priority": 2**70}, "priority"),
+        ({"prompt": ["x"] * 5000}, "prompt"),
         ({"prompt": "x", "cache_salt": "a/b"}, "cache_salt"),
         ({"prompt": "x", "cache_salt": "a" * 129}, "cache_salt"),
         # Refused by the engine itself.
@@ -231,7 +233,7 @@ def test_a_client_that_goes_away_ends_its_request(own_server: Any) -> None:
                     http.post(COMPLETIONS, json=body, timeout=0.3)
     started = time.monotonic()
     assert server.stop() == 0  # would wait for the requests, were they still there
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 20
 
 
 def test_loading_and_ready(own_server: Any) -> None:
@@ -273,7 +275,7 @@ def test_the_engine_crashes(own_server: Any) -> None:
 
 
 def test_requests_that_run_at_shutdown_are_finished_or_ended(own_server: Any) -> None:
-    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.002", OCTAVO_NULL_SHUTDOWN="0.6")
+    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.002", OCTAVO_NULL_SHUTDOWN="3")
     server.wait_ready()
     children = server.children()
     events: dict[int, list[str]] = {100: [], 4000: []}

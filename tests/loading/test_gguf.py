@@ -13,7 +13,7 @@ import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES
 
-from octavo.core.loading.errors import ConfigError, CorruptFileError, WeightsError
+from octavo.core.loading.errors import CorruptFileError, ModelConfigError, WeightsError
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.gguf import GgufFile
 from octavo.core.loading.gguf_config import gguf_config, llama3_factors
@@ -325,7 +325,7 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match="'mamba'; these are read: gemma3, llama"):
+    with pytest.raises(ModelConfigError, match="'mamba'; these are read: gemma3, llama"):
         gguf_config(tmp_path / "m.gguf")
 
 
@@ -341,7 +341,7 @@ def test_what_cannot_be_run_is_refused(
     key: str, value: int | str, says: str, tmp_path: Path
 ) -> None:
     _write(tmp_path / "m.gguf", "llama", _original("llama"), keys={key: value})
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ModelConfigError, match=says):
         gguf_config(tmp_path / "m.gguf")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.core.loading.errors import ConfigError, CorruptFileError, ModelError, WeightsError
+from octavo.core.loading.errors import CorruptFileError, ModelConfigError, ModelError, WeightsError
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.hf_config import eos_token_ids, load_config, load_generation_config
 from octavo.core.loading.weights import TensorInfo, check_names, open_weights, read_header
@@ -148,7 +148,7 @@ def test_configs(tmp_path: Path) -> None:
     assert eos_token_ids(load_config(files), generation, 2) == (9, 2, 7)
     assert eos_token_ids({}, {}, None) == ()
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ModelConfigError):
         load_config(files)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CorruptFileError, match="not valid JSON"):

@@ -1,13 +1,15 @@
 """Writes golden_smollm2.json: greedy tokens by transformers in float32, one prompt at a time.
 
-    python tests/models/make_golden.py
+    python tests/models/make_golden.py [NAME …]
 
-Run it again when prompts.json changes; `test_golden_is_what_transformers_says` proves the file.
+Run it again when prompts.json changes, with names to renew or add only those prompts;
+`test_golden_is_what_transformers_says` proves the file.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ def prompt_ids(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
     return ids
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     import torch
     import transformers
 
@@ -38,10 +40,16 @@ def main() -> None:
 
     files = resolve_model(EngineConfig())
     tokenizer, model = load_tokenizer(files), load_transformers(files)
+    kept = {}
+    if names:
+        kept = {e["name"]: e for e in json.loads(GOLDEN.read_text("utf-8"))["prompts"]}
     entries = []
     started = time.perf_counter()
     for prompt in json.loads(PROMPTS.read_text("utf-8")):
         ids = prompt_ids(tokenizer, prompt)
+        if names and prompt["name"] not in names:
+            entries.append(kept[prompt["name"]])
+            continue
         result = greedy(model, ids, NUM_TOKENS, margins=True)
         entries.append(
             {
@@ -65,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -61,6 +61,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 def compare(
     files: ModelFiles,
+    device: str,
     workload: Workload,
     ours: Sequence[Sequence[int]],
     on_tokens: Callable[[int], None] | None = None,
@@ -69,10 +70,11 @@ def compare(
     """Runs the first `count` requests through `generate()` in float32 and compares tokens.
 
     Args:
+        device: torch device that transformers runs on, the engine's own.
         ours: the engine's tokens for each request of the workload.
         on_tokens: told the number of output tokens after each request.
     """
-    model = load_transformers(files)
+    model = load_transformers(files, device)
     items = workload.items[:count]
     for item in workload.warm_up[:2]:
         greedy(model, item.prompt_token_ids, item.output_len)

@@ -19,10 +19,11 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 
+from octavo.core.admission import SchedulerLimits
 from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, nearest
 from octavo.core.entry.bench.contiguous import ALLOCATORS, Allocator, Chunk
-from octavo.core.scheduler import Scheduler, SchedulerLimits
+from octavo.core.scheduler import Scheduler
 from octavo.core.types import Request, SamplingParams, StepPlan, StepResult
 
 STATES = ("used", "reserved", "internal", "external", "free")

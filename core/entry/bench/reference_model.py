@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 
-def load_transformers(files: ModelFiles) -> Any:
-    """A transformers causal language model with the weights of `files`, float32, on the CPU.
+def load_transformers(files: ModelFiles, device: str = "cpu") -> Any:
+    """A transformers causal language model with the weights of `files`, float32, on a torch device.
 
     Raises:
         RuntimeError: a tensor that the model needs is missing, or one is left over.
@@ -33,7 +33,7 @@ def load_transformers(files: ModelFiles) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             files.path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
-        return model.eval()
+        return model.to(device).eval()
     values = dict(load_config(files))
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -51,7 +51,7 @@ def load_transformers(files: ModelFiles) -> Any:
             f"and has no place for {left.unexpected_keys}"
         )
     model.tie_weights()
-    return model.eval()
+    return model.to(device).eval()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,18 @@ def greedy(
 ) -> Greedy:
     """`count` greedy tokens after a prompt by `generate()`, whatever the tokens are.
 
-    No end-of-text id is given, rather than `min_new_tokens`: that would forbid the token, where
+    No token may end it. `min_new_tokens` would not do: it forbids the end-of-text token, where
     `ignore_eos` lets it come and goes on.
+
+    Raises:
+        RuntimeError: it ended early all the same.
     """
     import torch
 
-    ids = torch.tensor([list(prompt_token_ids)])
+    # What a call's own configuration leaves at None is taken from the model's.
+    model.generation_config.eos_token_id = None
+
+    ids = torch.tensor([list(prompt_token_ids)], device=model.device)
     with torch.inference_mode():
         out = model.generate(
             ids,
@@ -80,6 +86,8 @@ def greedy(
             generation_config=_greedy_config(model, count, margins),
         )
     tokens: list[int] = out.sequences[0, ids.shape[1] :].tolist()
+    if len(tokens) != count:
+        raise RuntimeError(f"transformers ended after {len(tokens)} of {count} tokens")
     return Greedy(tokens, [_margin(row[0]) for row in out.logits] if margins else [])
 
 
@@ -106,7 +114,9 @@ def margin_after(model: Any, token_ids: Sequence[int]) -> float:
     import torch
 
     with torch.inference_mode():
-        logits = model(torch.tensor([list(token_ids)]), logits_to_keep=1).logits
+        logits = model(
+            torch.tensor([list(token_ids)], device=model.device), logits_to_keep=1
+        ).logits
     return _margin(logits[0, -1])
 
 
@@ -115,5 +125,5 @@ def log_softmax(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
     import torch
 
     with torch.inference_mode():
-        logits = model(torch.tensor([list(token_ids)])).logits
-    return torch.log_softmax(logits[0].float(), -1)
+        logits = model(torch.tensor([list(token_ids)], device=model.device)).logits
+    return torch.log_softmax(logits[0].float(), -1).cpu()

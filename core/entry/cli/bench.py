@@ -54,7 +54,12 @@ def _add_throughput(kinds: Any) -> None:
         metavar="NAME",
         help="sharegpt, uniform, prefix, single or a .jsonl file (sharegpt)",
     )
-    bench.add_argument("--num-requests", type=count, metavar="N", help="requests (sharegpt: 64)")
+    bench.add_argument(
+        "--num-requests",
+        type=count,
+        metavar="N",
+        help="requests (sharegpt: 64); --seed draws other lengths",
+    )
     bench.add_argument(
         "--compare", choices=["transformers"], help="run the first 16 requests there too"
     )
@@ -159,12 +164,15 @@ def _compare(
     if options.compare is None:
         return None
     from octavo.core.entry.bench.compare import NUM_COMPARED, compare
+    from octavo.core.entry.wiring import resolve_device
 
     assert front.files is not None
+    found = resolve_device(config.device)
+    device = found.backend.torch_device(found.device)
     total = sum(item.output_len for item in workload.items[:NUM_COMPARED])
     try:
         with _bar("transformers", total, config) as on_tokens:
-            return compare(front.files, workload, result.tokens, on_tokens)
+            return compare(front.files, device, workload, result.tokens, on_tokens)
     except ImportError as error:
         raise ConfigError(
             f"--compare transformers needs transformers ({error}): pip install 'octavo[hf]'"

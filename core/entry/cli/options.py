@@ -1,16 +1,20 @@
-"""Options made from `EngineConfig`'s fields, so that the two cannot drift apart."""
+"""Options made from the settings, so that flags, files and variables cannot drift apart."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from typing import Any
 
 from octavo.core.config import ConfigError, EngineConfig, parse_bytes
-
-_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
-_FIELDS = tuple(field.name for field in fields(EngineConfig))
+from octavo.core.entry.cli.settings import (
+    ENGINE,
+    SERVER,
+    Setting,
+    Value,
+    engine_values,
+    resolve,
+)
 
 
 def _bytes(text: str) -> int:
@@ -20,49 +24,106 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """MODEL and one option for each field of `EngineConfig`, named as vLLM names them."""
-    group = parser.add_argument_group("engine")
-    for field in fields(EngineConfig):
-        text = field.metadata.get("help", "")
-        if field.default not in (None, MISSING):
-            text += f" (default: {field.default})"
-        kind = str(field.type).removesuffix(" | None")
-        options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS, "dest": field.name}
-        if field.name == "model":
-            parser.add_argument("MODEL", nargs="?", default=None, help=text)
-            options["help"] = argparse.SUPPRESS
-        if kind == "bool":
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "strs": str,
+    "size": _bytes,
+}
+
+
+def add_options(parser: Any, settings: tuple[Setting, ...]) -> None:
+    """One option for each setting. What the command line leaves out is absent from the result."""
+    for setting in settings:
+        text = setting.help
+        if setting.default not in (None, ()):
+            text += f" (default: {setting.default})"
+        options: dict[str, Any] = {
+            "help": text.replace("%", "%%"),
+            "default": argparse.SUPPRESS,
+            "dest": setting.name,
+        }
+        if setting.kind == "bool":
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = _bytes if field.name == "kv_memory" else _TYPES[kind]
-            options["metavar"] = kind.upper()
-        group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+            options["type"] = _TYPES[setting.kind]
+            options["metavar"] = setting.metavar or setting.kind.upper()
+        if setting.kind == "strs":
+            options["nargs"] = "+"
+        if setting.name == "model":
+            options["help"] = argparse.SUPPRESS
+        parser.add_argument(setting.flag, **options)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """MODEL, --config, and one option for each field of `EngineConfig`, named as vLLM names them."""
+    parser.add_argument("MODEL", nargs="?", default=None, help=ENGINE[0].help)
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        dest="config_file",
+        help="YAML or TOML file with any of these options; flags and OCTAVO_* variables outrank it",
+    )
+    group.add_argument(
+        "--show-config",
+        action="store_true",
+        help="print every value and where it comes from, and leave",
+    )
+    add_options(group, ENGINE)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of `ServerOptions`."""
+    add_options(parser.add_argument_group("server"), SERVER)
+
+
+def settings_of(
+    options: argparse.Namespace, settings: tuple[Setting, ...] = ENGINE
+) -> dict[str, Value]:
+    """Every setting's value and origin, out of the command line and what stands behind it.
+
+    Raises:
+        ConfigError: two models, an unknown key or variable, or a value of the wrong kind.
+    """
+    names = {setting.name for setting in settings}
+    flags = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(options).items()
+        if name in names
+    }
+    if options.MODEL is not None:
+        if flags.get("model", options.MODEL) != options.MODEL:
+            raise ConfigError(f"two models: {options.MODEL!r} and --model {flags['model']!r}")
+        flags["model"] = options.MODEL
+    values = resolve(flags, settings, config_file=options.config_file)
+    if options.MODEL is not None:
+        values["model"] = Value(options.MODEL, "MODEL")
+    return values
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """The configuration that the command line asks for.
+    """The engine's configuration.
 
     Raises:
         ConfigError: values that cannot be used, or two models.
     """
-    given = {name: value for name, value in vars(options).items() if name in _FIELDS}
-    if options.MODEL is not None:
-        if given.get("model", options.MODEL) != options.MODEL:
-            raise ConfigError(f"two models: {options.MODEL!r} and --model {given['model']!r}")
-        given["model"] = options.MODEL
-    return EngineConfig.from_kwargs(**given)
+    return engine_values(settings_of(options))
 
 
 def engine_arguments(options: argparse.Namespace) -> list[str]:
-    """The engine's options as they were given, for the command line of another process."""
+    """The engine's options as they were given, for the command line of another process (which sees
+    the same variables)."""
     words = [] if options.MODEL is None else [options.MODEL]
-    for name in _FIELDS:
-        if name not in options:
+    if options.config_file is not None:
+        words.append(f"--config={options.config_file}")
+    for setting in ENGINE:
+        if setting.name not in options:
             continue
-        value, flag = getattr(options, name), name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+        value = getattr(options, setting.name)
+        if setting.kind == "bool":
+            words.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
         else:
-            words.append(f"--{flag}={value}")
+            words.append(f"{setting.flag}={value}")
     return words

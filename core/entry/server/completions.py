@@ -28,6 +28,9 @@ from octavo.core.types import (
     SamplingParams,
 )
 
+MAX_SAMPLES = 4096
+"""Prompts times n of one request: it is answered as a whole, and must be held until then."""
+
 
 async def completions(state: ServerState, body: bytes) -> Answer:
     """The endpoint's handler."""
@@ -37,11 +40,15 @@ async def completions(state: ServerState, body: bytes) -> Answer:
     request.check()
     params = request.sampling(llm.inputs.default_params)
     special = True if request.add_special_tokens is None else request.add_special_tokens
-    prompts = await asyncio.gather(
-        *(
-            llm.tokenize(prompt, add_special_tokens=special)
-            for prompt in prompt_list(request.prompt)
+    given = prompt_list(request.prompt)
+    if len(given) * params.n > MAX_SAMPLES:
+        raise bad_request(
+            "prompt",
+            f"{len(given)} prompts with n={params.n} are {len(given) * params.n} samples; "
+            f"one request may have {MAX_SAMPLES}",
         )
+    prompts = await asyncio.gather(
+        *(llm.tokenize(prompt, add_special_tokens=special) for prompt in given)
     )
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     params = msgspec.structs.replace(params, output_kind=kind)

@@ -24,7 +24,6 @@ MAX_LOGIT_BIAS = 1024
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "chat_logprobs": (),
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),

@@ -367,7 +367,7 @@ void softmax_row(const Problem &p, float *s, int begin, int end, int lo, int hi,
     if (p.cap != 0) v = p.cap * tanh(v);
     if (c < lo || c + W > hi) {
       const vi at = lanes() + c;
-      v = (at >= lo) & (at < hi) ? v : never;
+      v = ((at >= lo) & (at < hi)) ? v : never;
     }
     if (p.cap != 0 || c < lo || c + W > hi) store(s + c, v);
     top = vmax(top, v);

@@ -24,16 +24,28 @@ namespace {
 
 bool always() { return true; }
 #if defined(__x86_64__)
-bool has_f16c() {  // __builtin_cpu_supports learnt this name only in GCC 11
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
+// Asked of the CPU itself: __builtin_cpu_supports does not know "f16c" before GCC 11, and needs a
+// runtime that not every clang brings. XCR0 says which registers the system saves.
+struct Cpu {
+  unsigned ecx1 = 0, ebx7 = 0, xcr0 = 0;
+  Cpu() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &ecx1, &d) || !(ecx1 >> 27 & 1 /* OSXSAVE */)) return;
+    __asm__("xgetbv" : "=a"(xcr0), "=d"(d) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &ebx7, &c, &d)) ebx7 = 0;
+  }
+  static bool all(unsigned word, unsigned mask) { return (word & mask) == mask; }
+};
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  const Cpu cpu;
+  return Cpu::all(cpu.xcr0, 0x06) && Cpu::all(cpu.ebx7, 1u << 5) &&
+         Cpu::all(cpu.ecx1, 1u << 12 /* FMA */ | 1u << 29 /* F16C */);
 }
 bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const Cpu cpu;
+  return has_avx2() && Cpu::all(cpu.xcr0, 0xe6) &&
+         Cpu::all(cpu.ebx7, 1u << 16 /* F */ | 1u << 17 /* DQ */ | 1u << 30 /* BW */ |
+                                1u << 31 /* VL */);
 }
 #endif
 #ifdef OCTAVO_HAVE_power10
@@ -61,9 +73,6 @@ struct Choice {
   const KernelTable *table = nullptr;
   char names[64] = "";
   Choice() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-#endif
     for (const Variant &v : variants) {
       if (!v.ok()) continue;
       if (!table) table = v.table;

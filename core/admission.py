@@ -1,0 +1,85 @@
+"""What may ever run here: the limits of a step, and the refusal of a request that could never fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.core.blocks import BlockManager
+from octavo.core.types import ParamError, Request, RequestRefused
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What one step and one sequence may hold."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_logits_rows: int = 512
+    chunk_multiple: int = 1
+    fcfs_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_logits_rows <= self.max_num_seqs:
+            raise ValueError(
+                f"max_logits_rows ({self.max_logits_rows}) must exceed max_num_seqs "
+                f"({self.max_num_seqs}): each sequence may draw in the same step, and a prompt whose "
+                "log-probabilities are asked for needs a row beside them"
+            )
+
+
+def stored_tokens(max_len: int, prompt: int) -> int:
+    """Tokens that must be in the KV cache: all but the last output token."""
+    return max(prompt, max_len - 1)
+
+
+def longest(request: Request, limits: SchedulerLimits, blocks: BlockManager) -> int:
+    """Where the request's samples must end at the latest: prompt and output, in tokens.
+
+    Raises:
+        RequestRefused: it could never run here; the message has what it needs and what there is.
+        ParamError: its prompt is empty, or its priority cannot be honoured.
+    """
+    params = request.params
+    prompt = len(request.prompt_token_ids)
+    if prompt == 0:
+        raise ParamError("prompt", "the prompt has no tokens")
+    if limits.fcfs_only and request.priority != 0:
+        raise ParamError(
+            "priority", "priority needs scheduling_policy='priority'; the server runs 'fcfs'"
+        )
+    room = limits.max_model_len - (1 if params.max_tokens != 0 else 0)
+    if prompt > room:
+        raise RequestRefused(
+            "prompt",
+            f"the prompt has {prompt} tokens; at most {room} fit, as the model's context is "
+            f"{limits.max_model_len} tokens for prompt and output together",
+        )
+    if params.n > limits.max_num_seqs:
+        raise RequestRefused(
+            "n",
+            f"n={params.n} needs {params.n} sequences at once, this engine runs {limits.max_num_seqs}",
+        )
+    max_len = limits.max_model_len
+    if params.max_tokens is not None:
+        max_len = min(max_len, prompt + params.max_tokens)
+    pool = blocks.usable * blocks.block_size  # the last token is never stored
+    if params.max_tokens is None and prompt <= pool:
+        max_len = min(max_len, pool + 1)
+    if stored_tokens(max_len, prompt) > pool:
+        need = blocks.blocks_for(stored_tokens(max_len, prompt))
+        raise RequestRefused(
+            "prompt" if prompt > pool else "max_tokens",
+            f"the request needs {need} KV blocks ({prompt} prompt tokens and up to {max_len - prompt} output "
+            f"tokens, {blocks.block_size} a block), the KV cache has {blocks.usable}; "
+            "shorten it or start with a larger --kv-memory",
+        )
+    return max_len
+
+
+def mixed_seed(seed: int, order: int) -> int:
+    """A seed for a request that brought none: fixed by the engine's seed and the arrival order."""
+    z = (seed * 0x9E3779B97F4A7C15 + order + 1) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return z ^ (z >> 31)

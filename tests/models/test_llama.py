@@ -1,0 +1,321 @@
+"""Tiny random Llama, Mistral and Qwen2 models: what transformers computes is what Octavo computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import (
+    engine,
+    everything,
+    full,
+    greedy,
+    make,
+    prompt_of,
+    reference,
+    run,
+    tokens_of,
+)
+
+from octavo.core.config import ConfigError
+from octavo.core.loading.errors import WeightsError
+from octavo.core.types import Request, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+LLAMA3 = rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# name -> (config class, changes to BASE, length of the prompt)
+VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": ("Llama", {}, 20),
+    "tied head": ("Llama", {"tie_word_embeddings": True}, 20),
+    "biases everywhere": ("Llama", {"attention_bias": True, "mlp_bias": True}, 20),
+    "no grouping": ("Llama", {"num_key_value_heads": 4}, 20),
+    "one kv head": ("Llama", {"num_key_value_heads": 1}, 20),
+    "head size of its own": ("Llama", {"head_dim": 24}, 20),
+    "small head size": ("Llama", {"head_dim": 10, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}, 20),
+    "gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}, 20),
+    "exact gelu": ("Llama", {"hidden_act": "gelu"}, 20),
+    "large base": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, 20),
+    "linear rope": ("Llama", rope("linear", factor=4.0) | {"head_dim": 32}, 60),
+    "llama3 rope": ("Llama", LLAMA3 | {"head_dim": 32}, 60),
+    "yarn rope": ("Llama", YARN | {"head_dim": 64}, 60),
+    "yarn with its own factors": (
+        "Llama",
+        rope("yarn", factor=2.0, original_max_position_embeddings=64, beta_fast=20.0, beta_slow=2.0,
+             attention_factor=1.3),
+        60,
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}, 40),
+    "mistral window": ("Mistral", {"sliding_window": 8}, 40),
+    "mistral window of one block": ("Mistral", {"sliding_window": 16, "head_dim": 16}, 70),
+    "qwen2": ("Qwen2", {}, 30),
+    "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}, 30),
+    "qwen2 mixed windows": (
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 8, "layer_types": MIXED}, 40,
+    ),
+    "qwen2 all full though a window is named": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 3},
+        40,
+    ),
+    "qwen2 window from a layer on": (
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, 40,
+    ),
+    "qwen2 window switched off": ("Qwen2", {"use_sliding_window": False, "sliding_window": 8}, 40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_transformers(name: str, tmp_path: Path) -> None:
+    kind, changes, length = VARIANTS[name]
+    model = make(kind, changes)
+    model.save_pretrained(tmp_path)
+    prompt = prompt_of(length)
+    tokens, logprobs = reference(model, prompt, 12)
+    for budget in (512, 7):  # whole and in chunks
+        made = engine(tmp_path, max_num_batched_tokens=budget)
+        updates = run(made, greedy("r", prompt, 12, logprobs=-1, prompt_logprobs=-1))["r"]
+        assert tokens_of(updates) == tokens
+        torch.testing.assert_close(everything(updates), logprobs, atol=1e-4, rtol=0)
+        made.shutdown()
+
+
+def test_a_window_changes_the_answer(tmp_path: Path) -> None:
+    """The variants above would not notice a window that is never applied if it made no difference."""
+    prompt = prompt_of(40)
+    narrow, wide = (
+        reference(make("Mistral", {"sliding_window": w}), prompt, 4)[1] for w in (8, None)
+    )
+    assert (narrow[-1] - wide[-1]).abs().max() > 0.1
+
+
+def test_old_style_rope_settings(tmp_path: Path) -> None:
+    """Most published checkpoints write rope_theta beside rope_scaling, some with `type`."""
+    model = make("Llama", YARN)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    found = config.pop("rope_parameters")
+    config["rope_theta"] = found.pop("rope_theta")
+    config["rope_scaling"] = {"type": found.pop("rope_type"), **found}
+    path.write_text(json.dumps(config))
+    prompt = prompt_of(60)
+    assert (
+        tokens_of(run(engine(tmp_path), greedy("r", prompt, 12))["r"])
+        == reference(model, prompt, 12)[0]
+    )
+
+
+def test_sharded_checkpoint(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, model = llama
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    prompt = prompt_of(20)
+    one, many = (run(engine(f), greedy("r", prompt, 8))["r"] for f in (folder, tmp_path))
+    assert tokens_of(one) == tokens_of(many) == reference(model, prompt, 8)[0]
+
+
+def test_half_precision_loads_and_runs(llama: tuple[Path, Any]) -> None:
+    folder, model = llama
+    prompt = prompt_of(20)
+    exact = reference(model, prompt, 1)[1]
+    for dtype, margin in (("bfloat16", 0.15), ("float16", 0.02)):
+        made = engine(folder, dtype=dtype)
+        assert made.info.dtype == dtype
+        updates = run(made, greedy("r", prompt, 1, logprobs=-1, prompt_logprobs=-1))["r"]
+        assert 0 < (everything(updates) - exact).abs().mean() < margin
+    half = engine(folder, dtype="bfloat16").info.weight_bytes
+    assert engine(folder).info.weight_bytes == 2 * half
+
+
+def test_bfloat16_checkpoint_in_float32(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    import copy
+
+    model = copy.deepcopy(llama[1]).bfloat16()
+    model.save_pretrained(tmp_path)
+    made = engine(tmp_path, dtype="auto")
+    assert made.info.dtype == "float32" and any("bfloat16" in note for note in made.info.notes)
+    prompt = prompt_of(20)
+    assert (
+        tokens_of(run(made, greedy("r", prompt, 8))["r"]) == reference(model.float(), prompt, 8)[0]
+    )
+
+
+# ------------------------------------------------------------------ the same in any company
+
+
+@pytest.mark.parametrize("budget", [512, 16])
+@pytest.mark.parametrize("blocks", [400, 24])
+def test_the_same_in_any_company(llama: tuple[Path, Any], budget: int, blocks: int) -> None:
+    """Alone, eight at once, beside long prompts, in chunks, preempted: same tokens, same logprobs."""
+    folder, model = llama
+    prompt = prompt_of(37)
+    tokens, logprobs = reference(model, prompt, 40)
+    made = engine(
+        folder,
+        max_num_batched_tokens=budget,
+        num_kv_blocks=blocks,
+        max_model_len=320,
+        enable_prefix_caching=blocks > 24,
+    )
+    crowd = [greedy(f"r{i}", prompt, 40, logprobs=-1) for i in range(8)]
+    long = [
+        Request(id=f"x{i}", prompt_token_ids=prompt_of(150 + i, seed=i), priority=-(i % 2),
+                params=SamplingParams(temperature=1.0, max_tokens=20, n=1 + i % 2))
+        for i in range(3)
+    ]  # fmt: skip
+    found = run(made, *[r for pair in zip(crowd, long, strict=False) for r in pair], *crowd[3:])
+    for r in crowd:
+        assert tokens_of(found[r.id]) == tokens
+        got = full([e for u in found[r.id] for e in u.logprobs or ()])
+        torch.testing.assert_close(got, logprobs[len(prompt) - 1 :], atol=1e-4, rtol=0)
+    stats = made.stats()
+    assert stats.kv_blocks_used == 0
+    if budget == 512:
+        assert (stats.preemptions > 0) == (blocks == 24)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 33])
+def test_prompt_logprobs_twice(llama: tuple[Path, Any], length: int) -> None:
+    folder, model = llama
+    prompt = prompt_of(length)
+    logprobs = reference(model, prompt, 2)[1]
+    made = engine(folder)
+    for name in ("first", "second"):
+        updates = run(made, greedy(name, prompt, 2, logprobs=-1, prompt_logprobs=-1))[name]
+        entries = [e for u in updates for e in u.prompt_logprobs or ()]
+        assert [e.token_id for e in entries] == prompt[1:]
+        torch.testing.assert_close(everything(updates), logprobs, atol=1e-4, rtol=0)
+
+
+def test_broken_weights_end_requests_not_the_engine(
+    llama: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """A token whose embedding is NaN poisons its own sequence and no neighbour."""
+    import copy
+
+    model = copy.deepcopy(llama[1])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[100] = float("nan")
+    model.save_pretrained(tmp_path)
+    clean = [t % 100 for t in prompt_of(20)]
+    made = engine(tmp_path)
+    found = run(
+        made,
+        greedy("good", clean, 3, logit_bias={100: -100.0}),
+        greedy("bad", [5, 100, 6], 5, logprobs=2),
+        greedy("scored", [5, 100, 6], 0, prompt_logprobs=1),
+    )
+    assert len(tokens_of(found["good"])) == 3
+    for name in ("bad", "scored"):
+        end = found[name][-1]
+        assert end.finish_reason == "error" and "not finite" in str(end.stop_reason)
+        assert not any(u.token_ids or u.logprobs or u.prompt_logprobs for u in found[name])
+
+
+# -------------------------------------------------------------------------------- refusals
+
+
+def rewritten(llama: tuple[Path, Any], folder: Path, change: Any) -> Path:
+    tensors = load_file(llama[0] / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text((llama[0] / "config.json").read_text())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"missing.*model\.layers\.1\.mlp\.up_proj\.weight"),
+        (lambda t: t.update({"model.layers.1.extra": torch.zeros(3)}), r"model\.layers\.1\.extra"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(31)}), r"model\.norm\.weight.*31"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.k_proj.bias": torch.zeros(16)}),
+            r"model\.layers\.0\.self_attn\.k_proj\.bias",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_tensors_are_named(
+    llama: tuple[Path, Any], tmp_path: Path, change: Any, words: str
+) -> None:
+    with pytest.raises(WeightsError, match=f"(?s){words}"):
+        engine(rewritten(llama, tmp_path, change))
+
+
+def test_old_buffers_are_tolerated(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    folder = rewritten(llama, tmp_path, lambda t: t.update({name: torch.zeros(4)}))
+    assert len(tokens_of(run(engine(folder), greedy("r", [1, 2], 3))["r"])) == 3
+
+
+def changed_config(llama: tuple[Path, Any], folder: Path, **values: Any) -> Path:
+    config = json.loads((llama[0] / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").symlink_to(llama[0] / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLn"]},
+            r"LlamaForCausalLn is not supported \(did you mean 'LlamaForCausalLM'\?\); supported: "
+            r".*LlamaForCausalLM.*MistralForCausalLM.*Qwen2ForCausalLM",
+        ),
+        ({"architectures": None, "model_type": "odd"}, "none .model_type 'odd'. is not supported"),
+        ({"hidden_act": "relu6"}, "hidden_act 'relu6'.*silu"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*yarn"),
+    ],
+)
+def test_what_is_not_supported_is_said(
+    llama: tuple[Path, Any], tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine(changed_config(llama, tmp_path, **values))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block_size": 24}, r"--block-size 24 is not offered by reference; it has 16, 32"),
+        ({"max_model_len": 513}, "513 exceeds the model's 512 positions"),
+        ({"num_kv_blocks": 1}, "num_kv_blocks.*at least 2"),
+        ({"num_kv_blocks": 5, "max_model_len": 512}, r"needs 32 KV blocks.*has 4: lower it to 64"),
+        ({"num_kv_blocks": None, "kv_memory": 10}, "hold 0 KV blocks.*at least 2"),
+        ({"num_kv_blocks": None, "kv_memory": 1 << 60}, "exceed the .* bytes free"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"device": "reference:nosuch"}, "torch cannot use device 'nosuch'"),
+        ({"device": "reference:cuda:99"}, "torch cannot use device 'cuda:99'"),
+    ],
+)
+def test_what_cannot_be_set_up_is_said(llama: tuple[Path, Any], options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine(llama[0], **options)
+
+
+def test_a_small_cache_shortens_the_context_and_says_so(llama: tuple[Path, Any]) -> None:
+    made = engine(llama[0], num_kv_blocks=5)
+    assert made.info.max_model_len == 64
+    assert any(note.startswith("max_model_len 64") for note in made.info.notes)
+
+
+def test_many_sequences_still_leave_rows_for_prompts(llama: tuple[Path, Any]) -> None:
+    made = engine(llama[0], max_num_seqs=700)
+    assert made.scheduler.limits.max_logits_rows > 700
