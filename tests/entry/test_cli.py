@@ -71,7 +71,7 @@ def test_help_is_quick_and_imports_little() -> None:
         (["generate", "no-such-model", "--prompt", "x"], "no-such-model"),
         (["generate", "--prompt", "x", "--system", "y"], "--chat"),
         (["devices", "toaster"], "toaster"),
-        (["models", "--remove", "nothing-of-that-name"], "not in the cache"),
+        (["models", "remove", "nothing-of-that-name"], "not in the cache"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(

@@ -58,7 +58,16 @@ class _Parser(argparse.ArgumentParser):
             return f"{flag} is not an option here: {instead}"
         if not flag.startswith("-"):
             return f"unexpected argument {flag!r}"
-        return f"unknown option {flag!r}{nearest(flag, self._option_string_actions)}"
+        return f"unknown option {flag!r}{nearest(flag, _options(self))}"
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a parser and its sub-parsers."""
+    known = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            known.update(*map(_options, action.choices.values()))
+    return known
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

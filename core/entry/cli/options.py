@@ -113,16 +113,15 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 
 def engine_arguments(options: argparse.Namespace) -> list[str]:
-    """The engine's options as they were given, for the command line of another process (which sees
-    the same variables)."""
+    """The engine's options as they were given, for the command line of another process."""
     words = [] if options.MODEL is None else [options.MODEL]
-    if options.config_file is not None:
+    if getattr(options, "config_file", None) is not None:
         words.append(f"--config={options.config_file}")
     for setting in ENGINE:
         if setting.name not in options:
             continue
         value = getattr(options, setting.name)
-        if setting.kind == "bool":
+        if isinstance(value, bool):
             words.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
         else:
             words.append(f"{setting.flag}={value}")
