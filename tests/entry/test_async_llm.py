@@ -94,7 +94,7 @@ def test_leaving_the_loop_or_cancelling_aborts() -> None:
 
 def test_abort_by_name_ends_with_a_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault F34: names are the callers', and two requests may share one."""
-    monkeypatch.setenv("OCTAVO_NULL_STEP_SECONDS", "0.001")
+    monkeypatch.setenv("NULL_ENGINE_STEP_SECONDS", "0.001")
 
     async def body(llm: AsyncLLM) -> None:
         async def reason(name: str) -> Any:
@@ -206,7 +206,7 @@ def test_a_configuration_that_cannot_be_used() -> None:
 
 
 def test_cancelling_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OCTAVO_NULL_LOAD_SECONDS", "30")
+    monkeypatch.setenv("NULL_ENGINE_LOAD_SECONDS", "30")
 
     async def body() -> None:
         llm = make()
@@ -221,7 +221,7 @@ def test_cancelling_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_child_dies_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OCTAVO_NULL_LOAD_SECONDS", "30")  # it is busy, and reads no messages
+    monkeypatch.setenv("NULL_ENGINE_LOAD_SECONDS", "30")  # it is busy, and reads no messages
     code = """
         import asyncio, null_engine
         from octavo.core.config import EngineConfig

@@ -75,9 +75,9 @@ def test_the_command_measures_both(
 
     def command(arguments: Any, port: int) -> list[str]:
         asked.append(list(arguments))
-        variable = "OCTAVO_NULL_LOAD_SECONDS=0.2"
-        return ["env", variable, sys.executable, str(FAKES / "null_server.py"), str(port)]
+        return [sys.executable, str(FAKES / "null_server.py"), str(port)]
 
+    monkeypatch.setenv("NULL_ENGINE_LOAD_SECONDS", "0.2")
     monkeypatch.setattr(server_process, "serve_command", command)
     monkeypatch.setattr(startup.start_generate, "__defaults__", (NULL_CHILD,))
     record = tmp_path / "s.json"

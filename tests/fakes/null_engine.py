@@ -71,7 +71,7 @@ class _Running:
 
 
 class NullEngine:
-    """`core.engine.Engine`'s surface. OCTAVO_NULL_* in the environment make it slow or fail."""
+    """`core.engine.Engine`'s surface. NULL_ENGINE_* in the environment make it slow or fail."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = ModelInfo(
@@ -95,7 +95,7 @@ class NullEngine:
         )
         self._running: dict[str, _Running] = {}
         self._seen: set[str] = set()
-        self._pause = float(os.environ.get("OCTAVO_NULL_STEP_SECONDS", "0"))
+        self._pause = float(os.environ.get("NULL_ENGINE_STEP_SECONDS", "0"))
 
     def add(self, request: Request) -> None:
         request.params.check_vocabulary(VOCAB)
@@ -206,7 +206,7 @@ def build(config: EngineConfig, progress: Any = None, **_: Any) -> NullEngine:
         task = progress.task("loading nothing", 10)
         task.advance(10)
         task.close()
-    time.sleep(float(os.environ.get("OCTAVO_NULL_LOAD_SECONDS", "0")))
+    time.sleep(float(os.environ.get("NULL_ENGINE_LOAD_SECONDS", "0")))
     return NullEngine(config)
 
 

@@ -9,12 +9,12 @@ from octavo.core.config import EngineConfig
 from octavo.core.entry.server.run import ServerOptions, serve
 
 serve(
-    EngineConfig(model=os.environ.get("OCTAVO_NULL_MODEL", "null"), max_model_len=4096),
+    EngineConfig(model=os.environ.get("NULL_ENGINE_MODEL", "null"), max_model_len=4096),
     ServerOptions(
         port=int(sys.argv[1]),
         served_model_name=sys.argv[2:],
-        api_key=os.environ.get("OCTAVO_NULL_KEY"),
-        shutdown_seconds=float(os.environ.get("OCTAVO_NULL_SHUTDOWN", "1")),
+        api_key=os.environ.get("NULL_ENGINE_KEY"),
+        shutdown_seconds=float(os.environ.get("NULL_ENGINE_SHUTDOWN", "1")),
     ),
     factory="null_engine:build",
     loader=null_engine.load,
