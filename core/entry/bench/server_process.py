@@ -19,6 +19,8 @@ from octavo.core.entry.bench.http_client import Client, TransferError
 from octavo.core.entry.cli.failure import CommandFailed
 
 HOST = "127.0.0.1"
+API_KEY = "octavo-bench"
+"""Given to the server, so that a key from a variable or a file cannot shut its own client out."""
 OCTAVO = (sys.executable, "-m", "octavo.core.entry.cli.main")
 _POLL_SECONDS = 0.005
 _STOP_SECONDS = 20.0
@@ -96,7 +98,8 @@ class ServerProcess:
 
 def serve_command(arguments: Sequence[str], port: int) -> list[str]:
     """`octavo serve` on a port of this machine, with `arguments` as a user would give them."""
-    return [*OCTAVO, "serve", *arguments, "--host", HOST, "--port", str(port)]
+    address = ["--host", HOST, "--port", str(port), "--api-key", API_KEY]
+    return [*OCTAVO, "serve", *arguments, *address]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import msgspec
 from octavo.core.entry.bench import plots
 from octavo.core.entry.bench.http_client import Client
 from octavo.core.entry.bench.load import run_load
-from octavo.core.entry.bench.server_process import ServerProcess, served_model
+from octavo.core.entry.bench.server_process import API_KEY, ServerProcess, served_model
 from octavo.core.entry.bench.startup_child import PROMPT
 from octavo.core.entry.bench.stats import columns
 from octavo.core.entry.cli.failure import CommandFailed
@@ -86,7 +86,7 @@ async def start_server(server: ServerProcess, timeout: float = 600.0) -> Start:
     Raises:
         CommandFailed: it ended, was not ready in time, or refused the request.
     """
-    client = Client(server.url)
+    client = Client(server.url, API_KEY)
     try:
         await server.wait_ready(client, timeout)
         model = await served_model(client)

@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> None:
         plots.require()
     from octavo.core.entry.bench.http_client import Client
     from octavo.core.entry.bench.machine import idle_warning
-    from octavo.core.entry.bench.server_process import started
+    from octavo.core.entry.bench.server_process import API_KEY, started
 
     workload, text = _workload(options)
     warning = idle_warning()
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> None:
         if options.url is None:
             server = stack.enter_context(started(engine_arguments(options)))
             print("starting the server …", file=sys.stderr)
-        client = Client(server.url if server else options.url, options.api_key)
+        client = Client(server.url, API_KEY) if server else Client(options.url, options.api_key)
 
         async def measure() -> tuple[Target, list[Point]]:
             if server is not None:
