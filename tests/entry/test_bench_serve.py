@@ -290,6 +290,16 @@ def test_the_command_starts_its_own_server(
     assert "null, workload uniform" in capsys.readouterr().out
 
 
+def test_the_servers_key_is_the_clients() -> None:
+    command = server_process.serve_command(["some/model", "--threads=2"], 1234)
+    serve = command.index("serve")
+    assert command[serve + 1 : serve + 3] == ["some/model", "--threads=2"]
+    options = dict(zip(command[serve + 3 :: 2], command[serve + 4 :: 2], strict=True))
+    assert options == {
+        "--host": "127.0.0.1", "--port": "1234", "--api-key": server_process.API_KEY,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
