@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -283,20 +284,19 @@ def test_a_batch_on_the_command_line(
 
 def test_ctrl_c_keeps_what_a_batch_has_done(tmp_path: Path) -> None:
     code = (
-        "import os, sys, null_engine\n"
+        "import sys, null_engine\n"
         "from octavo.core.entry import batch_file\n"
         "from octavo.core.entry.cli.main import main\n"
         "run = batch_file.run_batch\n"
-        "def slow(*a, **k):\n"
-        "    os.environ['OCTAVO_NULL_STEP_SECONDS'] = '0.01'\n"
-        "    return run(*a, **k, factory='null_engine:build', loader=null_engine.load)\n"
-        "batch_file.run_batch = slow\n"
+        "batch_file.run_batch = lambda *a, **k: run(\n"
+        "    *a, **k, factory='null_engine:build', loader=null_engine.load)\n"
         "main(['generate', '--batch', sys.argv[1]])"
     )
     endless = line("endless", messages=[{"role": "user", "content": "go on"}], ignore_eos=True)
     path = written(tmp_path, line("quick").decode(), *[endless.decode()] * 3)
     process = subprocess.Popen(
         [sys.executable, "-c", code, path],
+        env={**os.environ, "NULL_ENGINE_STEP_SECONDS": "0.01"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

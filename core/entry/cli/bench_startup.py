@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +90,8 @@ def _generate(arguments: list[str]) -> Start:
 
 
 def _serve(arguments: list[str]) -> Start:
+    import asyncio
+
     from octavo.core.entry.bench.server_process import started
     from octavo.core.entry.bench.startup import start_server
 
