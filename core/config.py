@@ -38,11 +38,9 @@ _ELSEWHERE = {
     "max_seq_len": "use max_model_len",
     "max_seq_len_to_capture": "there is no graph capture on this device; leave it out",
     "uvicorn_log_level": "use log_level",
-    "disable_log_requests": "requests are not logged; leave it out",
+    "disable_log_requests": "use log_level warning",
     "disable_log_stats": "use log_level warning for a quiet server",
     "root_path": "let the proxy in front rewrite paths; leave it out",
-    "ssl_keyfile": "let a proxy in front end TLS; leave it out",
-    "ssl_certfile": "let a proxy in front end TLS; leave it out",
 }
 
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from numbers import Integral
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,7 +28,8 @@ EngineStats = SchedulerStats
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine is running, as the start-up banner and the API tell it. `phases` maps each
-    start-up phase to seconds; `notes` holds what the engine chose by itself and why."""
+    start-up phase to seconds; `notes` holds what the engine chose by itself and why; `capabilities`
+    are the backend's, as data."""
 
     name: str
     architecture: str
@@ -49,6 +50,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = 20
     phases: Mapping[str, float] = {}
     notes: tuple[str, ...] = ()
+    capabilities: Mapping[str, Any] = {}
 
 
 class StepRunner(Protocol):

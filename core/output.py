@@ -8,13 +8,13 @@ for `RequestOutputKind.CUMULATIVE`, whose callers ask for a copy of everything a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.loading.tokenizer import Tokenizer
+from octavo.core.request_stats import RequestStats, worst
 from octavo.core.stop import StopChecker
 from octavo.core.types import (
     CompletionOutput,
@@ -68,6 +68,7 @@ class _Sample:
         "stop_reason",
         "stops",
         "text",
+        "timings",
     )
 
     def __init__(
@@ -99,6 +100,7 @@ class _Sample:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.dirty = False
+        self.timings: Timings | None = None
 
     def apply(self, update: SequenceUpdate, names: Tokenizer, hide_stop_token: bool) -> bool:
         """Takes one update; True when a stop string ended the sample before the engine did."""
@@ -185,15 +187,18 @@ class _Sample:
 
 class _Entry:
     __slots__ = (
+        "begun",
         "cached",
         "cut",
         "external_id",
         "ids",
         "kind",
+        "last_output",
         "open",
         "params",
         "prompt",
         "prompt_logprobs",
+        "received",
         "samples",
         "timings",
     )
@@ -217,25 +222,20 @@ class _Entry:
         self.cached = 0
         self.cut = False  # a stop string ended a sample
         self.timings: Timings | None = None
+        self.begun = False  # something of it came
+        self.received = self.last_output = time.monotonic()
 
 
-OnFinished = Callable[[Timings, list[int]], None]
-"""Told of each request that ran to its end: its timings, and the output tokens of each sample."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """What has come and gone since the start. Samples, not requests: one of n ends by itself.
-
-    Whenever nothing is open, `started` is the sum of `finished`.
-    """
-
-    started: int = 0
-    finished: dict[FinishReason, int] = field(
-        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+def _joined_timings(samples: list[_Sample], newest: Timings) -> Timings:
+    """A request's timings: the newest of its samples', with all samples' preemptions."""
+    if len(samples) == 1:
+        return newest
+    known = [sample.timings for sample in samples if sample.timings is not None]
+    return msgspec.structs.replace(
+        newest,
+        num_preemptions=sum(timings.num_preemptions for timings in known),
+        num_recomputed_tokens=sum(timings.num_recomputed_tokens for timings in known),
     )
-    prompt_tokens: int = 0
-    output_tokens: int = 0
 
 
 class OutputProcessor:
@@ -244,11 +244,11 @@ class OutputProcessor:
     Not thread-safe: it belongs to whoever drives the engine or reads its messages.
     """
 
-    def __init__(self, tokenizer: Tokenizer, on_finished: OnFinished | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._on_finished = on_finished
         self._open: dict[str, _Entry] = {}
-        self.counts = Counts()
+        self.stats = RequestStats()
+        self.num_unbegun = 0  # requests of which nothing came yet
 
     def __len__(self) -> int:
         return len(self._open)
@@ -271,15 +271,20 @@ class OutputProcessor:
         self._open[request_id] = _Entry(
             external_id or request_id, prompt, prompt_token_ids, params, self._tokenizer
         )
-        self.counts.started += params.n
-        self.counts.prompt_tokens += len(prompt_token_ids)
+        self.num_unbegun += 1
+        self.stats.on_received(params)
 
     def discard(self, request_id: str, reason: FinishReason = "abort") -> None:
         """Forgets a request; later updates for it are dropped. What was open of it counts as ended
         for `reason`."""
         entry = self._open.pop(request_id, None)
-        if entry is not None:
-            self.counts.finished[reason] += entry.open
+        if entry is None:
+            return
+        self.num_unbegun -= not entry.begun
+        self.stats.samples_finished[reason] += entry.open
+        for sample in entry.samples:
+            sample.finish_reason = sample.finish_reason or reason
+        self._close(entry, time.monotonic())
 
     def process(
         self, updates: Iterable[SequenceUpdate]
@@ -292,6 +297,7 @@ class OutputProcessor:
         """
         touched: dict[str, _Entry] = {}
         aborts: list[SampleId] = []
+        now = time.monotonic()
         for update in updates:
             entry = self._open.get(update.request_id)
             if entry is None:
@@ -303,41 +309,59 @@ class OutputProcessor:
             if sample.apply(update, self._tokenizer, not entry.params.include_stop_str_in_output):
                 aborts.append((update.request_id, update.index))
                 entry.cut = True
-            self.counts.output_tokens += sample.count - before
+            self._count(entry, before, sample.count, now)
             # `apply` may have ended it; the type-checker still sees the None from above.
             ended: FinishReason | None = sample.finish_reason
             if ended is not None:
                 entry.open -= 1
-                self.counts.finished[ended] += 1
+                self.stats.samples_finished[ended] += 1
             if update.prompt_logprobs is not None:
                 entry.prompt_logprobs = [None]
                 entry.prompt_logprobs += [
                     logprobs_at(e, self._tokenizer) for e in update.prompt_logprobs
                 ]
             entry.cached = max(entry.cached, update.num_cached_tokens)
-            entry.timings = update.timings or entry.timings
+            if update.timings is not None:
+                sample.timings = update.timings
+                entry.timings = _joined_timings(entry.samples, update.timings)
             touched[update.request_id] = entry
         outputs = []
         for request_id, entry in touched.items():
+            entry.last_output = now
             if entry.open == 0:
                 del self._open[request_id]
-                self._close(entry)
+                self._close(entry, now)
             if (output := self._output(entry)) is not None:
                 outputs.append((request_id, output))
         return outputs, aborts
 
-    def _close(self, entry: _Entry) -> None:
+    def _count(self, entry: _Entry, before: int, after: int, now: float) -> None:
+        """One sample has `after` tokens, and had `before`."""
+        stats, tokens = self.stats, after - before
+        stats.generation_tokens += tokens
+        if before and tokens:
+            stats.inter_token.observe((now - entry.last_output) / tokens, tokens)
+        if not entry.begun:
+            entry.begun = True
+            self.num_unbegun -= 1
+            stats.prompt_tokens += len(entry.ids)
+            if tokens:
+                stats.first_token.observe(now - entry.received)
+
+    def _close(self, entry: _Entry, now: float) -> None:
         timings = entry.timings
-        if timings is None:
-            return
-        if entry.cut:
-            # The engine did not know that this was the end, so its last word is the first token's.
+        if timings is not None and entry.cut:
+            # The engine did not know that this was the end, so its last word is an earlier token's.
             # The monotonic clock is one for all processes of a machine.
-            now = time.monotonic()
             timings = msgspec.structs.replace(timings, last_token=now, finished=now)
             entry.timings = timings
-        if self._on_finished is not None:
-            self._on_finished(timings, [sample.count for sample in entry.samples])
+        self.stats.on_finished(
+            worst(sample.finish_reason or "abort" for sample in entry.samples),
+            timings,
+            now - entry.received,
+            len(entry.ids),
+            [sample.count for sample in entry.samples],
+        )
 
     @staticmethod
     def _output(entry: _Entry) -> RequestOutput | None:

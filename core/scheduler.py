@@ -407,11 +407,13 @@ class Scheduler:
         first = not timings.first_token
         if first:
             timings.first_token = timings.last_token
+        news = first or sequence.preemptions != sequence.preemptions_told
+        sequence.preemptions_told = sequence.preemptions
         reason, stop = stop_reason(sequence, token)
         entries = [logprobs] if logprobs is not None else None
         if reason is not None:
             return self._finish(sequence, [token], reason, stop, entries, prompt_logprobs)
-        return [_update(sequence, [token], entries, prompt_logprobs, timings if first else None)]
+        return [_update(sequence, [token], entries, prompt_logprobs, timings if news else None)]
 
     def _remember_full_blocks(self, sequence: Sequence) -> None:
         blocks, size = self.blocks, self.blocks.block_size
@@ -486,14 +488,16 @@ class Scheduler:
     # ------------------------------------------------------------------------------ looking in
 
     def stats(self) -> SchedulerStats:
+        # Asked between two steps, so no walk over all blocks: only those not yet full are looked at.
         size = self.blocks.block_size
         allocated = self.blocks.num_used * size
-        filled: dict[int, int] = {}
+        empty: dict[int, int] = {}
         for sequence in self.running:
-            for i, block in enumerate(sequence.blocks):
-                held = min(size, max(0, sequence.num_computed - i * size))
-                filled[block] = max(filled.get(block, 0), held)
-        used = sum(filled.values())
+            for i in range(sequence.num_computed // size, sequence.num_blocks):
+                block = int(sequence.block_table[i])
+                room = size - max(0, sequence.num_computed - i * size)
+                empty[block] = min(empty.get(block, size), room)
+        wasted = sum(empty.values())
         counts = self._counts
         return SchedulerStats(
             running=len(self.running),
@@ -502,8 +506,8 @@ class Scheduler:
             kv_blocks_used=self.blocks.num_used,
             kv_blocks_cached=self.blocks.num_cached,
             kv_slots_allocated=allocated,
-            kv_slots_used=used,
-            kv_slots_wasted=allocated - used,
+            kv_slots_used=allocated - wasted,
+            kv_slots_wasted=wasted,
             steps=self._step,
             requests=counts["requests"],
             preemptions=counts["preemptions"],

@@ -37,6 +37,7 @@ class Sequence:
         "order",
         "pending_samples",
         "preemptions",
+        "preemptions_told",
         "prompt_logprobs",
         "request",
         "root",
@@ -71,6 +72,7 @@ class Sequence:
         self.num_cached = 0
         self.pending_samples = request.params.n
         self.preemptions = 0
+        self.preemptions_told = 0  # when the timings were last sent
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.running = False
         self.timings = Timings(arrival_time=request.arrival_time, queued=time.monotonic())
@@ -139,7 +141,7 @@ class Sequence:
         child.tokens = self.tokens.copy()
         child.block_table = self.block_table[:num_blocks].copy()
         child.num_blocks = num_blocks
-        child.preemptions = 0
+        child.preemptions = child.preemptions_told = 0
         child.hashes = list(self.hashes)
         child.timings = Timings(
             arrival_time=self.timings.arrival_time,

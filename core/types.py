@@ -235,6 +235,16 @@ class Timings(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Seconds from the first step to the last token."""
         return max(0.0, self.last_token - self.scheduled)
 
+    @property
+    def prefill_time(self) -> float:
+        """Seconds from the first step to the first token."""
+        return max(0.0, self.first_token - self.scheduled)
+
+    @property
+    def decode_time(self) -> float:
+        """Seconds from the first token to the last."""
+        return max(0.0, self.last_token - self.first_token)
+
 
 class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step brought to one sample of a request: the engine's only output.
@@ -253,7 +263,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         None  # whole prompt but its first token; sent once
     )
     num_cached_tokens: int = 0
-    timings: Timings | None = None  # with the request's first and last update
+    timings: Timings | None = None  # with a sample's first and last update, and after preemptions
 
 
 @dataclass(frozen=True, slots=True)

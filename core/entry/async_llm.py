@@ -27,9 +27,11 @@ from octavo.core.entry.inputs import (
     PromptInput,
     sampling_defaults,
 )
+from octavo.core.entry.pulse import Pulse
 from octavo.core.loading.progress import Progress
 from octavo.core.loading.tokenizer import Tokenizer
-from octavo.core.output import Counts, OnFinished, OutputProcessor, SampleId, merge_outputs
+from octavo.core.output import OutputProcessor, SampleId, merge_outputs
+from octavo.core.request_stats import RequestStats
 from octavo.core.types import (
     ParamError,
     Request,
@@ -123,12 +125,13 @@ class AsyncLLM:
         self._loader = loader
         self._progress = progress or load_progress(config)
         self._client = EngineClient(self, factory)
+        self.pulse = Pulse()
+        self.ended = asyncio.Event()  # the engine process has, and not because it was told to
         self._streams: dict[str, _Stream] = {}
         self._stats: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._tokens = itertools.count()
         self._front: Front | None = None
         self._info: ModelInfo | None = None
-        self.on_finished: OnFinished | None = None
         self._input: InputProcessor | None = None
         self._output: OutputProcessor | None = None
 
@@ -147,7 +150,7 @@ class AsyncLLM:
             await self._client.close()
             raise
         self._front, self._info = front, info
-        self._output = OutputProcessor(front.tokenizer, self.on_finished)
+        self._output = OutputProcessor(front.tokenizer)
         self._input = InputProcessor(
             front.tokenizer,
             max_model_len=info.max_model_len,
@@ -215,6 +218,11 @@ class AsyncLLM:
         return len(self._streams)
 
     @property
+    def num_queued(self) -> int:
+        """Open requests of which nothing came yet."""
+        return self._output.num_unbegun if self._output is not None else 0
+
+    @property
     def engine_pid(self) -> int | None:
         """The engine process's id."""
         return self._client.pid
@@ -228,10 +236,10 @@ class AsyncLLM:
         return self.inputs.default_params()
 
     @property
-    def counts(self) -> Counts:
-        """Samples and tokens since the start."""
+    def request_stats(self) -> RequestStats:
+        """Requests, samples and tokens since the start."""
         assert self._output is not None, "await start() first"
-        return self._output.counts
+        return self._output.stats
 
     async def stats(self) -> dict[str, Any]:
         """`EngineStats` as a dict, asked of the engine between two of its steps."""
@@ -243,6 +251,13 @@ class AsyncLLM:
             return await future
         finally:
             self._stats.pop(token, None)
+
+    async def watch(self, seconds: float) -> None:
+        """Asks the engine every so many seconds how it is, and never ends. The answers go to `pulse`."""
+        while True:
+            await asyncio.sleep(seconds)
+            with contextlib.suppress(EngineDeadError, asyncio.TimeoutError):
+                await asyncio.wait_for(self.stats(), seconds)
 
     # Requests.
 
@@ -298,6 +313,7 @@ class AsyncLLM:
         self.check_health()
         assert self._output is not None
         self._client.send(messages.Add(request))
+        self.pulse.on_request(bool(self._streams))
         stream = _Stream(external_id or request.id, request.params)
         self._streams[request.id] = stream
         self._output.add(
@@ -342,12 +358,14 @@ class AsyncLLM:
                 self._output.discard(message.request_id, "error")
                 stream.fail(kind(message.param, message.message))
         elif isinstance(message, messages.Stats):
+            self.pulse.on_stats(message.values)
             future = self._stats.get(message.token)
             if future is not None and not future.done():
                 future.set_result(message.values)
 
     def _on_step(self, message: messages.Step) -> None:
         assert self._output is not None
+        self.pulse.on_step()
         outputs, aborts = self._output.process(message.updates)
         if aborts:
             self._abort_samples(aborts)
@@ -367,6 +385,7 @@ class AsyncLLM:
         """The engine process has ended: nobody may wait for it any longer."""
         if not error.expected:
             log.error("%s", error)
+            self.ended.set()
         for request_id, stream in self._streams.items():
             if self._output is not None:
                 self._output.discard(request_id, "error")

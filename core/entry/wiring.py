@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,7 @@ def build_engine(
         max_logprobs=config.max_logprobs,
         phases=phases.seconds,
         notes=tuple(phases.notes),
+        capabilities=asdict(backend.capabilities(device)),
     )
     return Engine(scheduler, runner, info)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -37,13 +38,17 @@ class Server:
     process: subprocess.Popen[str]
     port: int
     stderr: Path
+    uds: str | None = None
+    verify: ssl.SSLContext | bool = True  # a context: it speaks https
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        scheme = "http" if self.verify is True else "https"
+        return f"{scheme}://127.0.0.1:{self.port}"
 
-    def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+    def http(self, timeout: float = 60) -> httpx.Client:
+        transport = httpx.HTTPTransport(verify=self.verify, uds=self.uds)
+        return httpx.Client(base_url=self.url, timeout=timeout, transport=transport)
 
     def client(self, **options: Any) -> openai.OpenAI:
         options.setdefault("max_retries", 0)
@@ -55,14 +60,15 @@ class Server:
 
     def wait_for(self, wanted: Any, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.stderr.read_text()
-            try:
-                if wanted(httpx.get(f"{self.url}/health", timeout=5).status_code):
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.02)
+        with self.http(timeout=5) as probe:
+            while time.monotonic() < deadline:
+                assert self.process.poll() is None, self.stderr.read_text()
+                try:
+                    if wanted(probe.get("/health").status_code):
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(0.02)
         raise AssertionError("the server did not get there: " + self.stderr.read_text())
 
     def children(self) -> list[int]:
@@ -119,6 +125,12 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield started
     assert started.stop() == 0, started.stderr.read_text()
     assert "Traceback" not in started.stderr.read_text()
+
+
+@pytest.fixture(scope="session", name="start_server")
+def _start_server() -> Any:
+    """`start_server`, for fixtures of other modules."""
+    return start_server
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from octavo.core.entry.server.protocol import _NEUTRAL, ChatRequest, CompletionRequest
+from octavo.core.entry.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
 
 
 def test_every_parameter_is_in_the_document() -> None:
     document = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     named = set(re.findall(r"`(\w+)`", document))
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
-    honoured = {f for f in fields - set(_NEUTRAL) if not f.startswith("prompt_cache")} - {"model"}
+    honoured = {f for f in fields - set(NEUTRAL) if not f.startswith("prompt_cache")} - {"model"}
     assert not honoured - named, honoured - named

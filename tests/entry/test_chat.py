@@ -244,7 +244,7 @@ def test_a_servers_mistakes(server: Any, options: Any, words: str, code: int) ->
 
 
 def test_a_server_that_wants_a_key(own_server: Any) -> None:
-    guarded = own_server(NULL_ENGINE_KEY="k")
+    guarded = own_server(NULL_ENGINE_OPTIONS='{"api_keys": ["k"]}')
     guarded.wait_ready()
     command = [*OCTAVO, "--url", f"{guarded.url}/v1"]
     assert "give the key with --api-key" in piped("say:a", command=command).stderr

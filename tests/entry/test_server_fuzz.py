@@ -64,7 +64,7 @@ _TARGETS = {
 
 @pytest.mark.parametrize("path", _TARGETS)
 @settings(
-    max_examples=60,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -68,6 +68,7 @@ class _Running:
         self.script = plain + ([EOS] if found else [])
         self.open = set(range(request.params.n))
         self.done = 0
+        self.timings = Timings(queued=time.monotonic())
 
 
 class NullEngine:
@@ -92,9 +93,11 @@ class NullEngine:
             num_kv_blocks=1000,
             max_num_seqs=config.max_num_seqs,
             phases={"weights": 0.01},
+            capabilities={"dtypes": ("float32",), "seeded_sampling": True},
         )
         self._running: dict[str, _Running] = {}
         self._seen: set[str] = set()
+        self._steps = 0
         self._pause = float(os.environ.get("NULL_ENGINE_STEP_SECONDS", "0"))
 
     def add(self, request: Request) -> None:
@@ -128,6 +131,7 @@ class NullEngine:
     def step(self) -> list[SequenceUpdate]:
         if self._pause:
             time.sleep(self._pause)
+        self._steps += 1
         updates: list[SequenceUpdate] = []
         for name, running in list(self._running.items()):
             updates += self._step_one(running)
@@ -140,6 +144,10 @@ class NullEngine:
         token = running.script[running.done]
         if "crash now" in byte_tokenizer().decode(request.prompt_token_ids):
             os._exit(7)
+        if "stall now" in byte_tokenizer().decode(request.prompt_token_ids):
+            time.sleep(float(os.environ.get("NULL_ENGINE_STALL_SECONDS", "3")))
+            running.script = [EOS]
+            token = EOS
         if "raise now" in byte_tokenizer().decode(request.prompt_token_ids):
             raise FloatingPointError("the step failed")
         first, running.done = running.done == 0, running.done + 1
@@ -151,6 +159,11 @@ class NullEngine:
             reason = "stop"
         elif running.done >= (params.max_tokens or 10**9):
             reason = "length"
+        times = running.timings
+        times.last_token = times.finished = time.monotonic()
+        if first:
+            times.scheduled = times.last_token
+            times.first_token = times.last_token if tokens else 0.0
         prompt_logprobs = None
         if first and params.prompt_logprobs is not None:
             prompt_logprobs = [
@@ -169,9 +182,7 @@ class NullEngine:
                 ),
                 prompt_logprobs=prompt_logprobs if i == min(running.open) else None,
                 num_cached_tokens=16 if request.cache_salt is None and first else 0,
-                timings=Timings(queued=1.0, first_token=2.0, last_token=3.0)
-                if first or reason
-                else None,
+                timings=times if first or reason else None,
             )
             for i in sorted(running.open)
         ]
@@ -180,7 +191,7 @@ class NullEngine:
         return updates
 
     def stats(self) -> Any:
-        return NullStats(running=len(self._running))
+        return NullStats(running=len(self._running), steps=self._steps)
 
     def shutdown(self) -> None:
         self._running.clear()
@@ -189,6 +200,7 @@ class NullEngine:
 class NullStats(msgspec.Struct):
     running: int = 0
     waiting: int = 0
+    steps: int = 0
 
 
 def _logprobs(token: int, k: int) -> TokenLogprobs:

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
                 "leave out one or the other"
             )
         asked = options.MODEL or getattr(options, "model", None)
-        remote = RemotePartner(options.url, values["api_key"].value, asked)
+        remote = RemotePartner(options.url, next(iter(values["api_key"].value), None), asked)
         Chat(remote, system=options.system, values=sampling, history=history).run()
         return
     if values["api_key"].origin == _KEY.flag:

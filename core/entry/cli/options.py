@@ -14,6 +14,7 @@ from octavo.core.entry.cli.settings import (
     Value,
     engine_values,
     resolve,
+    split,
 )
 
 
@@ -30,6 +31,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "str": str,
     "strs": str,
     "size": _bytes,
+    "list": split,
 }
 
 

@@ -23,13 +23,14 @@ from octavo.core.config import (
     parse_bytes,
 )
 
-Kind = Literal["str", "int", "float", "bool", "size", "strs"]
+Kind = Literal["str", "int", "float", "bool", "size", "strs", "list"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing that can be configured. size: bytes, written with a suffix or without.
+    """One thing that can be configured. size: bytes, written with a suffix or without. strs: several
+    words behind the flag; list: one word, with commas between the items.
 
     field: the name in the frozen object it ends in, where that differs.
     """
@@ -85,15 +86,54 @@ SERVER = (
         metavar="NAME",
     ),
     Setting(
-        "api_key",
+        "uds",
         "str",
         None,
-        "key that clients must send (Authorization: Bearer); better in OCTAVO_API_KEY, where no "
-        "process list shows it",
-        metavar="KEY",
-        secret=True,
+        "path of a Unix socket to listen at instead of host and port",
+        metavar="PATH",
     ),
+    Setting("ssl_certfile", "str", None, "certificate chain (PEM): serve https", metavar="FILE"),
+    Setting("ssl_keyfile", "str", None, "its private key, if not in the same file", metavar="FILE"),
+    Setting(
+        "api_key",
+        "list",
+        (),
+        "keys of which clients must send one (Authorization: Bearer); better in OCTAVO_API_KEY, where "
+        "no process list shows them",
+        metavar="KEY[,KEY]",
+        secret=True,
+        field="api_keys",
+    ),
+    Setting(
+        "allowed_origins",
+        "list",
+        (),
+        "web pages that may call this server (CORS), as https://chat.example; *: all",
+        metavar="ORIGIN[,ORIGIN]",
+    ),
+    Setting("allow_credentials", "bool", False, "let these pages send cookies"),
     Setting("log_level", "str", "info", f"one of {', '.join(LOG_LEVELS)}", choices=LOG_LEVELS),
+    Setting(
+        "max_queue",
+        "int",
+        None,
+        "requests that may wait for their first token; the next gets a 429. Default: no limit",
+        metavar="N",
+    ),
+    Setting(
+        "lenient",
+        "bool",
+        False,
+        "leave out parameters that are unknown or not supported, and say so in x-octavo-ignored",
+    ),
+    Setting(
+        "stall_timeout",
+        "float",
+        120.0,
+        "/health turns red when the engine has work and finished no step for so long; 0: never",
+        metavar="SECONDS",
+        field="stall_seconds",
+    ),
     Setting(
         "shutdown_timeout",
         "float",
@@ -214,14 +254,19 @@ _WORDS = {
 }
 
 
+def split(text: str) -> tuple[str, ...]:
+    """The items between commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def _parsed(setting: Setting, text: str, origin: str) -> Any:
     """A value written as text."""
     kind = setting.kind
     try:
         if kind == "bool":
             return _WORDS[text.strip().lower()]
-        if kind == "strs":
-            return tuple(part.strip() for part in text.split(",") if part.strip())
+        if kind in ("strs", "list"):
+            return split(text)
         if kind == "size":
             return parse_bytes(text)
         return {"int": int, "float": float, "str": str}[kind](text)
@@ -238,6 +283,7 @@ _KINDS = {
     "str": "text",
     "size": "bytes, or a size as 2G",
     "strs": "text or a list of texts",
+    "list": "text or a list of texts",
 }
 
 
@@ -246,9 +292,13 @@ def _checked(setting: Setting, value: Any, path: str) -> Any:
     origin, kind = f"{path}: {setting.name}", setting.kind
     if kind == "size" and isinstance(value, str):
         return _parsed(setting, value, origin)
-    if kind == "strs" and isinstance(value, list) and all(isinstance(v, str) for v in value):
+    if (
+        kind in ("strs", "list")
+        and isinstance(value, list)
+        and all(isinstance(v, str) for v in value)
+    ):
         return tuple(value)
-    if kind == "strs" and isinstance(value, str):
+    if kind in ("strs", "list") and isinstance(value, str):
         return (value,)
     wanted: dict[str, tuple[type, ...]] = {
         "bool": (bool,),
@@ -257,6 +307,7 @@ def _checked(setting: Setting, value: Any, path: str) -> Any:
         "float": (int, float),
         "str": (str,),
         "strs": (),
+        "list": (),
     }
     if not isinstance(value, wanted[kind]) or (isinstance(value, bool) and kind != "bool"):
         raise ConfigError(f"{origin} must be {_KINDS[kind]}, got {value!r}")

@@ -9,23 +9,30 @@ from typing import Any
 import msgspec
 
 from octavo.core.entry.server.errors import ApiError
-from octavo.core.types import CompletionOutput, RequestOutput
+from octavo.core.entry.server.http import Call
+from octavo.core.types import CompletionOutput, RequestOutput, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Usage:
-    """Tokens of one HTTP request, over its prompts and samples."""
+    """Tokens of one HTTP request, over its prompts and samples. The call learns of them too."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call) -> None:
+        self._call = call
         self._prompts: dict[int, tuple[int, int]] = {}
         self._completion = 0
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         """Counts an output's new tokens (DELTA or FINAL_ONLY)."""
         cached = output.num_cached_tokens
-        self._prompts[prompt_index] = (len(output.prompt_token_ids), cached)
+        length = len(output.prompt_token_ids)
+        call = self._call
+        if prompt_index not in self._prompts:
+            call.prompt_tokens = (call.prompt_tokens or 0) + length
+        self._prompts[prompt_index] = (length, cached)
         self._completion += sum(len(sample.token_ids) for sample in output.outputs)
+        call.output_tokens = self._completion
 
     def json(self) -> dict[str, Any]:
         """The API's `usage`."""
@@ -54,15 +61,77 @@ class Envelope:
         self._head = b"data: " + _encode(self.fields)[:-1] + b',"choices":'
 
     def chunk(
-        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, has_usage: bool
+        self,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None,
+        has_usage: bool,
+        **extra: Any,
     ) -> bytes:
         """One server-sent event. `has_usage`: the client asked for it, so null where there is none."""
         tail = b',"usage":' + _encode(usage) if has_usage else b""
+        for name, value in extra.items():
+            tail += b',"' + name.encode() + b'":' + _encode(value)
         return self._head + _encode(choices) + tail + b"}\n\n"
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], **extra: Any) -> bytes:
         """The answer of a request that does not stream."""
         return _encode({**self.fields, "choices": choices, "usage": usage, **extra})
+
+
+class Report:
+    """What `include_metrics` asks for: where the time of each prompt's request went."""
+
+    def __init__(self, wanted: bool | None, params: SamplingParams) -> None:
+        self.wanted = bool(wanted)
+        self._limit = params.max_tokens
+        self._tokens: dict[tuple[int, int], int] = {}
+        self._stopped: dict[int, dict[int, str]] = {}
+        self._last: dict[int, RequestOutput] = {}
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Takes note of an output (DELTA or FINAL_ONLY)."""
+        if not self.wanted:
+            return
+        self._last[prompt_index] = output
+        for sample in output.outputs:
+            key = (prompt_index, sample.index)
+            self._tokens[key] = self._tokens.get(key, 0) + len(sample.token_ids)
+            if sample.finish_reason is not None:
+                stopped = self._stopped.setdefault(prompt_index, {})
+                stopped[sample.index] = self._why(sample, self._tokens[key])
+
+    def _why(self, sample: CompletionOutput, tokens: int) -> str:
+        if sample.finish_reason == "length":
+            return "max_tokens" if self._limit == tokens else "context_length"
+        if sample.finish_reason != "stop":
+            return str(sample.finish_reason)
+        if sample.stop_reason is None:
+            return "eos"
+        return "stop_string" if isinstance(sample.stop_reason, str) else "stop_token"
+
+    def fields(self) -> dict[str, Any]:
+        """`metrics`, when wanted: an object, or for several prompts a list of them."""
+        if not self.wanted:
+            return {}
+        reports = [self._one(index) for index in sorted(self._last)]
+        return {"metrics": reports[0] if len(reports) == 1 else reports}
+
+    def _one(self, index: int) -> dict[str, Any]:
+        output = self._last[index]
+        stopped = self._stopped.get(index, {})
+        report: dict[str, Any] = {"stopped_by": [stopped[i] for i in sorted(stopped)]}
+        if (times := output.metrics) is not None:
+            report |= {
+                "queued_seconds": times.queue_time,
+                "prefill_seconds": times.prefill_time,
+                "time_to_first_token_seconds": times.time_to_first_token,
+                "decode_seconds": times.decode_time,
+                "total_seconds": max(0.0, times.finished - times.queued),
+                "cached_tokens": output.num_cached_tokens,
+                "recomputed_tokens": times.num_recomputed_tokens,
+                "preemptions": times.num_preemptions,
+            }
+        return report
 
 
 DONE = b"data: [DONE]\n\n"

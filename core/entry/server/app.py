@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 import octavo
+from octavo.core.entry.server.access import Access, ApiKey
+from octavo.core.entry.server.capabilities import capabilities
 from octavo.core.entry.server.chat import chat_completions, render
 from octavo.core.entry.server.completions import completions
 from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request, for_status
-from octavo.core.entry.server.http import Answer, Endpoint, RequestIds, error_headers, send_error
+from octavo.core.entry.server.http import Answer, Call, Endpoint, error_headers
 from octavo.core.entry.server.metrics import Metrics
-from octavo.core.entry.server.protocol import DetokenizeRequest, TokenizeRequest, decode
+from octavo.core.entry.server.openapi import document
+from octavo.core.entry.server.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.core.entry.server.state import ServerState
 
-_OPEN_PATHS = ("/health", "/ping", "/version")
+_EXPOSED = ("x-request-id", "x-octavo-ignored", "retry-after")
 
 
 def build_app(state: ServerState) -> ASGIApp:
     """The ASGI app. It can be served before the model is loaded: /health is 503 until then."""
 
-    def post(path: str, handler: Callable[[ServerState, bytes], Awaitable[Answer]]) -> Route:
-        async def bound(body: bytes) -> Answer:
-            return await handler(state, body)
+    def post(path: str, handler: Callable[[ServerState, Call], Awaitable[Answer]]) -> Route:
+        async def bound(call: Call) -> Answer:
+            return await handler(state, call)
 
-        return Route(path, Endpoint(bound, state.body_limit), methods=["POST"])
+        return Route(path, Endpoint(path, bound, state.body_limit), methods=["POST"])
 
     def get(path: str, make: Callable[[ServerState, Request], Any]) -> Route:
         async def endpoint(request: Request) -> Response:
+            request.scope["octavo"].route = path
             return _json(make(state, request))
 
         return Route(path, endpoint, methods=["GET"])
@@ -44,11 +48,15 @@ def build_app(state: ServerState) -> ASGIApp:
     metrics = Metrics(state.llm)
 
     async def show_metrics(request: Request) -> Response:
-        state.ready()
+        request.scope["octavo"].route = "/metrics"
         text = await metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    app = Starlette(
+    async def show_document(request: Request) -> Response:
+        request.scope["octavo"].route = "/openapi.json"
+        return Response(document(), media_type="application/json")
+
+    starlette = Starlette(
         routes=[
             post("/v1/chat/completions", chat_completions),
             post("/v1/completions", completions),
@@ -56,10 +64,12 @@ def build_app(state: ServerState) -> ASGIApp:
             post("/detokenize", _detokenize),
             get("/v1/models", _models),
             get("/v1/models/{name:path}", _model),
+            get("/v1/capabilities", capabilities),
             get("/health", _health),
             get("/ping", _health),
             get("/version", _version),
             Route("/metrics", show_metrics, methods=["GET"]),
+            Route("/openapi.json", show_document, methods=["GET"]),
         ],
         exception_handlers={
             ApiError: _on_error,
@@ -67,8 +77,20 @@ def build_app(state: ServerState) -> ASGIApp:
             Exception: _on_error,
         },
     )
-    app.router.redirect_slashes = False
-    return RequestIds(_ApiKey(app, state) if state.api_key else app)
+    starlette.router.redirect_slashes = False
+    app: ASGIApp = starlette
+    if state.api_keys:
+        app = ApiKey(app, state.api_keys)
+    if state.allowed_origins:  # outside the key: a browser asks first, and without it
+        app = CORSMiddleware(
+            app,
+            allow_origins=state.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_credentials=state.allow_credentials,
+            expose_headers=_EXPOSED,
+        )
+    return Access(app, metrics.responses)
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -90,7 +112,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _health(state: ServerState, request: Request) -> Any:
-    state.ready()
+    state.check_health()
     return {}
 
 
@@ -120,8 +142,8 @@ def _model(state: ServerState, request: Request) -> Any:
     return _model_card(state, state.check_model(name))
 
 
-async def _tokenize(state: ServerState, body: bytes) -> bytes:
-    request = decode(body, TokenizeRequest)
+async def _tokenize(state: ServerState, call: Call) -> bytes:
+    request = state.decode(call, TokenizeRequest)
     llm = state.ready()
     state.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
@@ -142,29 +164,11 @@ async def _tokenize(state: ServerState, body: bytes) -> bytes:
     return msgspec.json.encode(result)
 
 
-async def _detokenize(state: ServerState, body: bytes) -> bytes:
-    request = decode(body, DetokenizeRequest)
+async def _detokenize(state: ServerState, call: Call) -> bytes:
+    request = state.decode(call, DetokenizeRequest)
     llm = state.ready()
     state.check_model(request.model)
     if request.tokens:
         llm.inputs.check_ids(request.tokens, "tokens")
     text = llm.get_tokenizer().decode(request.tokens, skip_special_tokens=False)
     return msgspec.json.encode({"prompt": text})
-
-
-class _ApiKey:
-    """Lets through who brings the key; health and version stay open for probes."""
-
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        assert state.api_key is not None
-        self._app = app
-        self._expected = f"Bearer {state.api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._expected):
-                message = "this server needs its API key: Authorization: Bearer <key>"
-                await send_error(send, ApiError(401, message, code="invalid_api_key"))
-                return
-        await self._app(scope, receive, send)

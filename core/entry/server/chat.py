@@ -8,23 +8,24 @@ from typing import Any
 import msgspec
 
 from octavo.core.entry.inputs import Prompt
-from octavo.core.entry.server.answer import DONE, Envelope, Usage, finish_fields
+from octavo.core.entry.server.answer import DONE, Envelope, Report, Usage, finish_fields
 from octavo.core.entry.server.conversation import checked_messages
 from octavo.core.entry.server.errors import bad_request
 from octavo.core.entry.server.fanout import Outputs, run_all
-from octavo.core.entry.server.http import Answer
+from octavo.core.entry.server.http import Answer, Call
 from octavo.core.entry.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
-from octavo.core.entry.server.protocol import ChatRequest, TokenizeRequest, decode
+from octavo.core.entry.server.protocol import ChatRequest, TokenizeRequest
 from octavo.core.entry.server.state import ServerState
 from octavo.core.types import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 
 
-async def chat_completions(state: ServerState, body: bytes) -> Answer:
+async def chat_completions(state: ServerState, call: Call) -> Answer:
     """The endpoint's handler."""
-    request = decode(body, ChatRequest)
+    request = state.decode(call, ChatRequest)
     llm = state.ready()
     model = state.check_model(request.model)
     request.check()
+    state.check_queue()
     params = request.sampling(llm.inputs.default_params)
     prompt = await render(state, request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
@@ -36,7 +37,7 @@ async def chat_completions(state: ServerState, body: bytes) -> Answer:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
     )
-    answer = _ChatAnswer(state, request, params)
+    answer = _ChatAnswer(state, call, request, params)
     if request.stream:
         return answer.stream(Envelope("chatcmpl", "chat.completion.chunk", model), outputs)
     return await answer.whole(Envelope("chatcmpl", "chat.completion", model), outputs)
@@ -70,19 +71,23 @@ async def render(state: ServerState, request: ChatRequest | TokenizeRequest) -> 
 class _ChatAnswer:
     """Makes the answer of one request out of the engine's outputs."""
 
-    def __init__(self, state: ServerState, request: ChatRequest, params: SamplingParams) -> None:
+    def __init__(
+        self, state: ServerState, call: Call, request: ChatRequest, params: SamplingParams
+    ) -> None:
         self._request = request
         self._top = params.logprobs or 0
         self._names = TokenNames(
             state.ready().get_tokenizer(), bool(request.return_tokens_as_token_ids)
         )
-        self._usage = Usage()
+        self._usage = Usage(call)
+        self._report = Report(request.include_metrics, params)
 
     async def whole(self, envelope: Envelope, outputs: Outputs) -> bytes:
         """One JSON answer."""
         last = None
         async for index, output in outputs:
             self._usage.add(index, output)
+            self._report.add(index, output)
             last = output
         assert last is not None
         extra: dict[str, Any] = {}
@@ -91,7 +96,7 @@ class _ChatAnswer:
         if self._request.return_token_ids:
             extra["prompt_token_ids"] = last.prompt_token_ids
         choices = [self._choice(sample) for sample in last.outputs]
-        return envelope.whole(choices, self._usage.json(), **extra)
+        return envelope.whole(choices, self._usage.json(), **extra, **self._report.fields())
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
         choice = {
@@ -116,6 +121,7 @@ class _ChatAnswer:
         begun: set[int] = set()
         async for index, output in outputs:
             self._usage.add(index, output)
+            self._report.add(index, output)
             usage = self._usage.json() if request.usage_always else None
             events = [
                 envelope.chunk([choice], usage, request.usage_at_end)
@@ -124,8 +130,9 @@ class _ChatAnswer:
             ]
             if events:
                 yield b"".join(events)
-        if request.usage_at_end:
-            yield envelope.chunk([], self._usage.json(), True)
+        if request.usage_at_end or self._report.wanted:
+            usage = self._usage.json() if request.usage_at_end else None
+            yield envelope.chunk([], usage, request.usage_at_end, **self._report.fields())
         yield DONE
 
     def _deltas(

@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 
 from octavo.core.entry.inputs import Prompt, PromptInput
-from octavo.core.entry.server.answer import DONE, Envelope, Usage, finish_fields
+from octavo.core.entry.server.answer import DONE, Envelope, Report, Usage, finish_fields
 from octavo.core.entry.server.errors import bad_request
 from octavo.core.entry.server.fanout import Outputs, run_all
-from octavo.core.entry.server.http import Answer
+from octavo.core.entry.server.http import Answer, Call
 from octavo.core.entry.server.logprobs import (
     CompletionLogprobs,
     TokenNames,
     prompt_logprobs_json,
 )
-from octavo.core.entry.server.protocol import CompletionRequest, decode
+from octavo.core.entry.server.protocol import CompletionRequest
 from octavo.core.entry.server.state import ServerState
 from octavo.core.types import (
     CompletionOutput,
@@ -32,12 +32,13 @@ MAX_SAMPLES = 4096
 """Prompts times n of one request: it is answered as a whole, and must be held until then."""
 
 
-async def completions(state: ServerState, body: bytes) -> Answer:
+async def completions(state: ServerState, call: Call) -> Answer:
     """The endpoint's handler."""
-    request = decode(body, CompletionRequest)
+    request = state.decode(call, CompletionRequest)
     llm = state.ready()
     model = state.check_model(request.model)
     request.check()
+    state.check_queue()
     params = request.sampling(llm.inputs.default_params)
     special = True if request.add_special_tokens is None else request.add_special_tokens
     given = prompt_list(request.prompt)
@@ -59,7 +60,7 @@ async def completions(state: ServerState, body: bytes) -> Answer:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
     )
-    answer = _CompletionAnswer(state, request, params, prompts)
+    answer = _CompletionAnswer(state, call, request, params, prompts)
     envelope = Envelope("cmpl", "text_completion", model)
     if request.stream:
         return answer.stream(envelope, outputs)
@@ -103,6 +104,7 @@ class _CompletionAnswer:
     def __init__(
         self,
         state: ServerState,
+        call: Call,
         request: CompletionRequest,
         params: SamplingParams,
         prompts: Sequence[Prompt],
@@ -115,7 +117,8 @@ class _CompletionAnswer:
         self._special = (
             self._tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         )
-        self._usage = Usage()
+        self._usage = Usage(call)
+        self._report = Report(request.include_metrics, params)
         self._choices: dict[int, _Choice] = {}
         self._prompt_logprobs: dict[int, Sequence[LogprobsAt | None]] = {}
 
@@ -124,13 +127,14 @@ class _CompletionAnswer:
         last: dict[int, RequestOutput] = {}
         async for index, output in outputs:
             self._usage.add(index, output)
+            self._report.add(index, output)
             last[index] = output
         choices = [
             self._choice(index, sample, last[index])
             for index in sorted(last)
             for sample in last[index].outputs
         ]
-        return envelope.whole(choices, self._usage.json())
+        return envelope.whole(choices, self._usage.json(), **self._report.fields())
 
     async def stream(self, envelope: Envelope, outputs: Outputs) -> AsyncGenerator[bytes, None]:
         """Server-sent events: text as it comes, the finish reason with the last of it; then the
@@ -138,6 +142,7 @@ class _CompletionAnswer:
         request = self._request
         async for index, output in outputs:
             self._usage.add(index, output)
+            self._report.add(index, output)
             usage = self._usage.json() if request.usage_always else None
             events = [
                 envelope.chunk([choice], usage, request.usage_at_end)
@@ -149,8 +154,9 @@ class _CompletionAnswer:
             ]
             if events:
                 yield b"".join(events)
-        if request.usage_at_end:
-            yield envelope.chunk([], self._usage.json(), True)
+        if request.usage_at_end or self._report.wanted:
+            usage = self._usage.json() if request.usage_at_end else None
+            yield envelope.chunk([], usage, request.usage_at_end, **self._report.fields())
         yield DONE
 
     def _choice(

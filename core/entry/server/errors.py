@@ -27,6 +27,8 @@ class ApiError(Exception):
         """The class of error, in OpenAI's words."""
         if self.status == 401:
             return "authentication_error"
+        if self.status == 429:
+            return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> bytes:

@@ -9,19 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass, field
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from octavo.core.entry.server.errors import ApiError, as_api_error
 
 log = logging.getLogger("octavo.server")
 
 Answer = bytes | AsyncGenerator[bytes, None]
-Handler = Callable[[bytes], Awaitable[Answer]]
+
+
+@dataclass(slots=True)
+class Call:
+    """One request on its way through its handler, which may set the rest.
+
+    headers: of the answer. prompt_tokens, output_tokens: for the log, None where there are none.
+    """
+
+    body: bytes
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    output_tokens: int = 0
+
+
+Handler = Callable[[Call], Awaitable[Answer]]
 
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [
@@ -29,7 +42,6 @@ _EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy that buffers would undo streaming
 ]
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class ClientGone(Exception):
@@ -58,8 +70,8 @@ async def send_error(send: Send, error: ApiError) -> None:
 
 def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
     """When to come back, or what to bring."""
-    if error.status == 503:
-        return [(b"retry-after", b"2")]
+    if error.status in (429, 503):
+        return [(b"retry-after", b"1" if error.status == 429 else b"2")]
     return [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
 
 
@@ -90,25 +102,28 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 class Endpoint:
-    """An ASGI app around a handler that takes the body and returns JSON or an event stream.
+    """An ASGI app around a handler that takes the call and returns JSON or an event stream.
 
     A handler's error before its first event is an ordinary HTTP error; a later one ends the stream
     with an error event.
     """
 
-    def __init__(self, handler: Handler, body_limit: int) -> None:
+    def __init__(self, route: str, handler: Handler, body_limit: int) -> None:
+        self._route = route
         self._handler = handler
         self._limit = body_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        seen = scope["octavo"]
+        seen.route = self._route
         try:
-            body = await read_body(scope, receive, self._limit)
+            call = Call(await read_body(scope, receive, self._limit))
         except ClientGone:
             return
         except ApiError as error:
             await send_error(send, error)
             return
-        work = asyncio.ensure_future(self._answer(body, send))
+        work = asyncio.ensure_future(self._answer(call, send))
         watch = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,18 +132,20 @@ class Endpoint:
             work.cancel()  # nothing happens to one that is done
             with contextlib.suppress(asyncio.CancelledError):
                 await work
+            seen.prompt_tokens, seen.output_tokens = call.prompt_tokens, call.output_tokens
 
-    async def _answer(self, body: bytes, send: Send) -> None:
+    async def _answer(self, call: Call, send: Send) -> None:
         try:
-            answer = await self._handler(body)
+            answer = await self._handler(call)
             first = None if isinstance(answer, bytes) else await anext(answer)
         except Exception as error:
             await send_error(send, _reported(error))
             return
         if isinstance(answer, bytes):
-            await send_json(send, answer)
+            await send_json(send, answer, headers=call.headers)
             return
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        headers = [*_EVENTS, *call.headers]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await send(_part(first or b""))
             async for events in answer:
@@ -155,26 +172,3 @@ def _reported(error: Exception) -> ApiError:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class RequestIds:
-    """Gives every answer an `x-request-id`: the client's own, echoed, or a new one. It is a label for
-    people and logs; inside, requests have ids that no client chooses."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"")
-        label = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-
-        async def send_labelled(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers: list[Any] = list(message.get("headers", ()))
-                message["headers"] = [*headers, (b"x-request-id", label)]
-            await send(message)
-
-        await self._app(scope, receive, send_labelled)

@@ -1,68 +1,75 @@
-"""GET /metrics: the engine's counters and the front's, for Prometheus."""
+"""GET /metrics: what the engine counts and what was counted here, for Prometheus.
+
+Names are vLLM's with octavo_ in front, so that a dashboard is ported by replacing a prefix.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 
+import octavo
 from octavo.core.entry.async_llm import AsyncLLM
-from octavo.core.output import Counts
-from octavo.core.types import Timings
+from octavo.core.request_stats import Histogram, RequestStats
 
-# `EngineStats` -> name and meaning.
+PATIENCE = 0.5
+"""Seconds to wait for the engine, which answers between two steps. Then its last answer stands in."""
+
+# A key of the engine's statistics -> stem of the name, and meaning.
 _GAUGES = {
-    "running": ("octavo_sequences_running", "Sequences in the running batch"),
-    "waiting": ("octavo_sequences_waiting", "Sequences that wait to be admitted"),
-    "kv_blocks_total": ("octavo_kv_blocks", "KV blocks there are"),
-    "kv_blocks_used": ("octavo_kv_blocks_used", "KV blocks that sequences hold"),
-    "kv_blocks_cached": ("octavo_kv_blocks_cached", "Free KV blocks that keep a known prefix"),
+    "running": ("num_requests_running", "Sequences in the running batch"),
+    "waiting": ("num_requests_waiting", "Sequences that wait to be admitted"),
+    "kv_blocks_total": ("kv_blocks", "KV blocks there are"),
+    "kv_blocks_used": ("kv_blocks_allocated", "KV blocks that sequences hold"),
+    "kv_blocks_cached": ("kv_blocks_cached", "Free KV blocks that keep a known prefix"),
+    "kv_slots_allocated": ("kv_slots_allocated", "Tokens for which sequences hold room"),
+    "kv_slots_used": ("kv_slots_used", "Tokens in the KV cache that sequences hold"),
+    "kv_slots_wasted": ("kv_slots_wasted", "Tokens for which there is room that nothing fills"),
 }
 _COUNTERS = {
-    "steps": ("octavo_steps", "Steps run"),
-    "preemptions": ("octavo_preemptions", "Sequences that gave up their blocks and began again"),
-    "evictions": ("octavo_kv_evictions", "Cached blocks that were taken for something else"),
-    "prefix_query_tokens": ("octavo_prefix_cache_queries", "Prompt tokens looked up"),
-    "prefix_hit_tokens": ("octavo_prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    "steps": ("engine_steps", "Steps run"),
+    "preemptions": ("num_preemptions", "Sequences that gave up their blocks and began again"),
+    "evictions": ("kv_evictions", "Cached blocks that were taken for something else"),
+    "prefix_query_tokens": ("prefix_cache_queries", "Prompt tokens looked up"),
+    "prefix_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    "output_tokens": ("engine_generation_tokens", "Tokens drawn, those nobody got included"),
 }
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+# A field of `RequestStats` -> the same.
+_HISTOGRAMS = {
+    "first_token": ("time_to_first_token_seconds", "From request to first token"),
+    "inter_token": ("inter_token_latency_seconds", "From one token of a sample to the next"),
+    "token": ("time_per_output_token_seconds", "Mean time between tokens of a request"),
+    "whole": ("e2e_request_latency_seconds", "From request to last token"),
+    "queue": ("request_queue_time_seconds", "From request to first step"),
+    "inference": ("request_inference_time_seconds", "From first step to last token"),
+    "prefill": ("request_prefill_time_seconds", "From first step to first token"),
+    "decode": ("request_decode_time_seconds", "From first token to last"),
+    "prompt_lengths": ("request_prompt_tokens", "Prompt tokens of a request"),
+    "output_lengths": ("request_generation_tokens", "Output tokens of a sample"),
+    "asked_n": ("request_params_n", "Samples asked for"),
+    "asked_tokens": ("request_params_max_tokens", "Output tokens allowed"),
+}
 
 
 class Metrics:
-    """What one server counts. Samples are counted, not requests: each of n ends by itself, and once
-    nothing is open octavo_samples_started equals the sum of octavo_samples_finished over reasons."""
+    """What one server shows."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._registry = CollectorRegistry()
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, buckets=buckets, registry=self._registry)
-
-        self._first = histogram(
-            "octavo_time_to_first_token_seconds", "From arrival to the first token", _SECONDS
-        )
-        self._queue = histogram("octavo_queue_seconds", "From arrival to the first step", _SECONDS)
-        self._whole = histogram(
-            "octavo_request_seconds", "From arrival to the last token", _SECONDS
-        )
-        self._token = histogram(
-            "octavo_time_per_output_token_seconds", "Between tokens, mean of one", _TOKEN_SECONDS
-        )
-        llm.on_finished = self._finished
-
-    def _finished(self, timings: Timings, tokens: list[int]) -> None:
-        if not timings.first_token:
-            return
-        self._first.observe(timings.time_to_first_token)
-        self._queue.observe(timings.queue_time)
-        self._whole.observe(max(0.0, timings.last_token - timings.queued))
-        if (longest := max(tokens)) > 1:
-            self._token.observe((timings.last_token - timings.first_token) / (longest - 1))
+        self._asked: asyncio.Future[dict[str, Any]] | None = None
+        self.responses: Counter[tuple[str, int]] = Counter()
+        """HTTP answers by (path of the route, status)."""
 
     async def text(self) -> bytes:
         """The exposition, with the engine's numbers of this moment.
@@ -70,32 +77,96 @@ class Metrics:
         Raises:
             EngineDeadError: there is no engine to ask.
         """
-        stats = await self._llm.stats()
+        self._llm.check_health()
+        await self._ask()
         registry = CollectorRegistry()
-        registry.register(_Snapshot(stats, self._llm.counts))
-        return generate_latest(registry) + generate_latest(self._registry)
+        registry.register(_Snapshot(self))
+        return generate_latest(registry)
 
-
-class _Snapshot:
-    def __init__(self, stats: dict[str, Any], counts: Counts) -> None:
-        self._stats = stats
-        self._counts = counts
+    async def _ask(self) -> None:
+        """At most one question is on its way, however many scrapers there are."""
+        asked = self._asked
+        if asked is None or asked.done():
+            asked = self._asked = asyncio.ensure_future(self._llm.stats())
+        done, _ = await asyncio.wait({asked}, timeout=PATIENCE)
+        if done:
+            asked.result()
 
     def collect(self) -> Iterable[Metric]:
         """One scrape's metrics."""
-        for name, (metric, text) in _GAUGES.items():
-            if name in self._stats:
-                yield GaugeMetricFamily(metric, text, self._stats[name])
-        for name, (metric, text) in _COUNTERS.items():
-            if name in self._stats:
-                yield CounterMetricFamily(metric, text, self._stats[name])
-        counts = self._counts
-        yield CounterMetricFamily("octavo_prompt_tokens", "Prompt tokens", counts.prompt_tokens)
-        yield CounterMetricFamily("octavo_output_tokens", "Output tokens", counts.output_tokens)
-        yield CounterMetricFamily("octavo_samples_started", "Samples begun", counts.started)
-        finished = CounterMetricFamily(
-            "octavo_samples_finished", "Samples ended, by reason", labels=["reason"]
+        llm, pulse = self._llm, self._llm.pulse
+        info = llm.info
+        about = GaugeMetricFamily("octavo_engine_info", "What runs here", labels=_ABOUT)
+        about.add_metric([octavo.__version__, *(getattr(info, n) for n in _ABOUT[1:])], 1)
+        yield about
+        yield from _engine_metrics(pulse.stats)
+        yield GaugeMetricFamily(
+            "octavo_engine_stats_age_seconds",
+            "How old the engine's numbers are",
+            time.monotonic() - pulse.stats_at if pulse.stats_at else 0,
         )
-        for reason, number in counts.finished.items():
-            finished.add_metric([reason], number)
-        yield finished
+        yield from _request_metrics(llm.request_stats)
+        yield GaugeMetricFamily("octavo_requests_open", "Requests not ended", llm.num_open)
+        responses = CounterMetricFamily(
+            "octavo_http_responses", "HTTP answers", labels=["path", "status"]
+        )
+        for (path, status), number in sorted(self.responses.items()):
+            responses.add_metric([path, str(status)], number)
+        yield responses
+
+
+_ABOUT = ("version", "name", "backend", "device", "dtype", "kv_dtype")
+
+
+class _Snapshot:
+    """What prometheus_client registers; `Metrics` outlives the registries."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """One scrape's metrics."""
+        return self._metrics.collect()
+
+
+def _engine_metrics(stats: dict[str, Any]) -> Iterable[Metric]:
+    for name, (stem, text) in _GAUGES.items():
+        if name in stats:
+            yield GaugeMetricFamily(f"octavo_{stem}", text, stats[name])
+    if total := stats.get("kv_blocks_total"):
+        share = stats["kv_blocks_used"] / total
+        yield GaugeMetricFamily("octavo_kv_cache_usage_perc", "Share of KV blocks held, 0-1", share)
+    for name, (stem, text) in _COUNTERS.items():
+        if name in stats:
+            yield CounterMetricFamily(f"octavo_{stem}", text, stats[name])
+
+
+def _request_metrics(stats: RequestStats) -> Iterable[Metric]:
+    for name, text, value in (
+        ("requests_received", "Requests handed to the engine", stats.received),
+        ("prompt_tokens", "Prompt tokens processed", stats.prompt_tokens),
+        ("generation_tokens", "Output tokens that callers got", stats.generation_tokens),
+        ("recomputed_tokens", "Tokens computed again after preemption", stats.recomputed_tokens),
+        ("samples_started", "Samples begun: n for each request", stats.samples_started),
+    ):
+        yield CounterMetricFamily(f"octavo_{name}", text, value)
+    for name, text, reasons in (
+        ("request_success", "Requests ended, by reason", stats.finished),
+        ("samples_finished", "Samples ended, by reason", stats.samples_finished),
+    ):
+        family = CounterMetricFamily(f"octavo_{name}", text, labels=["finished_reason"])
+        for reason, number in reasons.items():
+            family.add_metric([reason], number)
+        yield family
+    for name, (stem, text) in _HISTOGRAMS.items():
+        yield _histogram(f"octavo_{stem}", text, getattr(stats, name))
+
+
+def _histogram(name: str, text: str, values: Histogram) -> Metric:
+    up_to, buckets = 0, []
+    for bound, count in zip((*values.bounds, "+Inf"), values.counts, strict=True):
+        up_to += count
+        buckets.append((str(bound), up_to))
+    family = HistogramMetricFamily(name, text)
+    family.add_metric([], buckets, values.total)
+    return family

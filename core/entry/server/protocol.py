@@ -21,7 +21,7 @@ MAX_LOGIT_BIAS = 1024
 """Entries in logit_bias."""
 
 # Fields without an implementation: the values that ask for nothing, besides null.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "documents": ([],),
@@ -127,6 +127,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    include_metrics: bool | None = None
 
     # Labels: no effect on the answer.
     user: str | None = None
@@ -161,9 +162,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         Raises:
             ApiError: a 400 that names the field.
         """
-        for name, neutral in _NEUTRAL.items():
-            value = getattr(self, name, None)
-            if value is not None and not any(_same(value, item) for item in neutral):
+        for name in NEUTRAL:
+            if not asks_for_nothing(name, getattr(self, name, None)):
                 raise bad_request(
                     name, f"{name} is not supported by this server; leave it out", "unsupported"
                 )
@@ -337,6 +337,45 @@ def decode(body: bytes, kind: type[Body]) -> Body:
         raise bad_request(None, f"the body is not valid JSON: {error}", "invalid_json") from None
     except RecursionError:
         raise bad_request(None, "the body's JSON is nested too deeply", "invalid_json") from None
+
+
+def decode_lenient(body: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+    """As `decode`, but parameters that are unknown or not supported are left out.
+
+    Returns the request and the names left out, in the order in which they were sent.
+
+    Raises:
+        ApiError: a 400 for anything else that is wrong.
+    """
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return decode(body, kind), []
+    if not isinstance(raw, dict):
+        return decode(body, kind), []
+    ignored = _cut(raw, kind)
+    options = raw.get("stream_options")
+    if "stream_options" in kind.__struct_fields__ and isinstance(options, dict):
+        ignored += [f"stream_options.{name}" for name in _cut(options, StreamOptions)]
+        if options.pop("include_obfuscation", None):
+            ignored.append("stream_options.include_obfuscation")
+    try:
+        return msgspec.convert(raw, type=kind), ignored
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), kind) from None
+
+
+def _cut(raw: dict[str, Any], kind: type[msgspec.Struct]) -> list[str]:
+    known = kind.__struct_fields__
+    ignored = [n for n, v in raw.items() if n not in known or not asks_for_nothing(n, v)]
+    for name in ignored:
+        del raw[name]
+    return ignored
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether a field may stand there: it is implemented, or its value asks for nothing."""
+    return value is None or name not in NEUTRAL or any(_same(value, item) for item in NEUTRAL[name])
 
 
 def _explained(message: str, kind: type[msgspec.Struct]) -> Exception:

@@ -21,6 +21,7 @@ from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.engine_client import DEFAULT_FACTORY
 from octavo.core.entry.front import load_front
 from octavo.core.entry.server.app import build_app
+from octavo.core.entry.server.listen import Protocol, check_tls, leave, listen, listen_at
 from octavo.core.entry.server.state import ServerState
 
 log = logging.getLogger("octavo.server")
@@ -28,16 +29,37 @@ log = logging.getLogger("octavo.server")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What `octavo serve` takes beside `EngineConfig`. shutdown_seconds: how long requests that run
-    may go on after a signal to stop; then they are aborted."""
+    """What `octavo serve` takes beside `EngineConfig`.
+
+    uds: path of a Unix socket to listen at, instead of host and port. shutdown_seconds: how long
+    requests that run may go on after a signal to stop; then they are aborted. max_queue, lenient,
+    stall_seconds: see `ServerState`.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     served_model_name: Sequence[str] = ()
-    api_key: str | None = field(default=None, repr=False)
+    api_keys: Sequence[str] = field(default=(), repr=False)
+    allowed_origins: Sequence[str] = ()
+    allow_credentials: bool = False
     log_level: str = "info"
+    max_queue: int | None = None
+    lenient: bool = False
+    stall_seconds: float = 120.0
     shutdown_seconds: float = 5.0
     trust_request_chat_template: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_queue is not None and self.max_queue < 1:
+            raise ConfigError(f"max_queue must be at least 1, got {self.max_queue}")
+        for name in ("stall_seconds", "shutdown_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("allow_credentials needs allowed_origins by name, not *")
 
 
 class _Uvicorn(uvicorn.Server):
@@ -60,29 +82,20 @@ def serve(
 
     Raises:
         ConfigError, ModelError: the address or the model cannot be used.
-        EngineDeadError: the engine ended while loading.
+        EngineDeadError: the engine ended without being told to. Open requests have got an error.
     """
     _set_up_logging(options.log_level)
-    listener = _listen(options.host, options.port)
+    check_tls(options.ssl_certfile, options.ssl_keyfile)
+    listener = listen_at(options.uds) if options.uds else listen(options.host, options.port)
     runner: Any = asyncio
     with contextlib.suppress(ImportError):  # not on every platform
         import uvloop
 
         runner = uvloop
-    runner.run(_Life(config, options, listener, factory, loader).run())
-
-
-def _listen(host: str, port: int) -> socket.socket:
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
-    listener.setblocking(False)
-    return listener
+        runner.run(_Life(config, options, listener, factory, loader).run())
+    finally:
+        leave(options.uds)
 
 
 def _set_up_logging(level: str) -> None:
@@ -106,7 +119,12 @@ class _Life:
         self._state = ServerState(
             self._llm,
             served_names=options.served_model_name,
-            api_key=options.api_key,
+            api_keys=options.api_keys,
+            allowed_origins=options.allowed_origins,
+            allow_credentials=options.allow_credentials,
+            max_queue=options.max_queue,
+            lenient=options.lenient,
+            stall_seconds=options.stall_seconds,
             trust_request_chat_template=options.trust_request_chat_template,
         )
         self._uvicorn = _Uvicorn(
@@ -114,11 +132,14 @@ class _Life:
                 build_app(self._state),
                 log_config=None,
                 log_level="warning",
-                access_log=options.log_level == "debug",
+                access_log=False,  # the app keeps its own
                 lifespan="off",
-                http="httptools",
+                http=Protocol,
                 ws="none",
                 server_header=False,
+                proxy_headers=False,  # nothing here looks at the client's address
+                ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile,
             )
         )
         self._stop = asyncio.Event()
@@ -132,17 +153,28 @@ class _Life:
         http = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._listener]))
         load = asyncio.ensure_future(self._llm.start())
         stop = asyncio.ensure_future(self._stop.wait())
+        ended = asyncio.ensure_future(self._llm.ended.wait())
+        watch = asyncio.ensure_future(self._watch(load))
         try:
             await asyncio.wait({http, load, stop}, return_when=asyncio.FIRST_COMPLETED)
             if load.done():
                 await load  # raises what went wrong
                 print(self._banner(time.monotonic() - started), flush=True)
-                await asyncio.wait({http, stop}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({http, stop, ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stop.cancel()
-            load.cancel()
-            await asyncio.gather(load, return_exceptions=True)
+            for task in (stop, ended, watch, load):
+                task.cancel()
+            await asyncio.gather(load, watch, return_exceptions=True)
             await self._close(http)
+        if self._llm.ended.is_set():
+            self._llm.check_health()  # raises why
+
+    async def _watch(self, load: asyncio.Future[None]) -> None:
+        """Knows soon when the engine hangs."""
+        seconds = self._options.stall_seconds
+        if seconds:
+            await asyncio.wait({load})
+            await self._llm.watch(min(5.0, seconds / 4))
 
     def _on_signal(self) -> None:
         self._hurry = self._stop.is_set()  # the second one: do not wait for requests
@@ -165,9 +197,13 @@ class _Life:
 
     def _banner(self, seconds: float) -> str:
         options = self._options
+        scheme = "https" if options.ssl_certfile else "http"
         host = f"[{options.host}]" if ":" in options.host else options.host
-        port = self._listener.getsockname()[1]
-        return banner(self._llm.info, self._state.names(), f"http://{host}:{port}", seconds)
+        if options.uds:
+            address = f"{scheme}+unix://{options.uds}"
+        else:
+            address = f"{scheme}://{host}:{self._listener.getsockname()[1]}"
+        return banner(self._llm.info, self._state.names(), address, seconds)
 
 
 def banner(info: ModelInfo, names: Sequence[str], address: str, seconds: float) -> str:

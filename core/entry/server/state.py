@@ -9,20 +9,30 @@ from dataclasses import dataclass, field
 from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.engine_client import EngineDeadError
 from octavo.core.entry.server.errors import ApiError
+from octavo.core.entry.server.http import Call
+from octavo.core.entry.server.protocol import Body, decode, decode_lenient
 
 
 @dataclass
 class ServerState:
     """One server. `served_names` is empty until the model's own name is known.
 
-    api_key: requests under /v1 and the tokenizer's must bring it. body_limit: bytes.
+    api_keys: requests under /v1 and the tokenizer's must bring one of them. body_limit: bytes.
+    max_queue: requests that may wait for their first token before more are told to come back.
+    lenient: leave out parameters that cannot be honoured instead of refusing them. stall_seconds: how
+    long the engine may be at one step; 0: for ever.
     """
 
     llm: AsyncLLM
     served_names: Sequence[str] = ()
-    api_key: str | None = None
+    api_keys: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    allow_credentials: bool = False
     trust_request_chat_template: bool = False
     body_limit: int = 32 << 20
+    max_queue: int | None = None
+    lenient: bool = False
+    stall_seconds: float = 0.0
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -39,6 +49,53 @@ class ServerState:
         except EngineDeadError as error:
             raise ApiError(503, str(error), code="engine_unavailable") from None
         return self.llm
+
+    def check_health(self) -> None:
+        """As `ready`, and the engine must get on.
+
+        Raises:
+            ApiError: a 503 that says what is wrong.
+        """
+        llm = self.ready()
+        silent = llm.pulse.silent_seconds
+        if 0 < self.stall_seconds < silent:
+            raise ApiError(
+                503,
+                f"the engine has work and finished no step for {silent:.0f} s "
+                f"(--stall-timeout {self.stall_seconds:g})",
+                code="engine_stalled",
+            )
+
+    def check_queue(self) -> None:
+        """Refuses a request when too many wait already.
+
+        Raises:
+            ApiError: a 429.
+        """
+        queued = self.llm.num_queued
+        if self.max_queue is not None and queued >= self.max_queue:
+            raise ApiError(
+                429,
+                f"{queued} requests wait for their first token, and this server lets "
+                f"{self.max_queue} wait; try again soon",
+                code="queue_full",
+            )
+
+    def decode(self, call: Call, kind: type[Body]) -> Body:
+        """The body of a call. A lenient server names in a header what it left out.
+
+        Raises:
+            ApiError: a 400 that says what is wrong and names the field.
+        """
+        if not self.lenient:
+            return decode(call.body, kind)
+        request, ignored = decode_lenient(call.body, kind)
+        if ignored:
+            names = ",".join(ignored).encode("ascii", "backslashreplace")
+            # A client's own words: nothing in them may end the header.
+            names = bytes(c if 0x20 < c < 0x7F else 0x3F for c in names)[:1024]
+            call.headers.append((b"x-octavo-ignored", names))
+        return request
 
     def names(self) -> Sequence[str]:
         """The names the model is served by, the first in answers."""

@@ -1,0 +1,64 @@
+"""GET /v1/capabilities: what this server can do, as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+import octavo
+from octavo.core.entry.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
+from octavo.core.entry.server.state import ServerState
+
+
+def capabilities(state: ServerState, request: Request) -> dict[str, Any]:
+    """Model, device, limits, and the parameters that are honoured.
+
+    Raises:
+        ApiError: a 503 before the model is loaded.
+    """
+    info = state.ready().info
+    return {
+        "object": "capabilities",
+        "version": octavo.__version__,
+        "model": {
+            "names": list(state.names()),
+            "name": info.name,
+            "architecture": info.architecture,
+            "vocab_size": info.vocab_size,
+            "eos_token_ids": info.eos_token_ids,
+            "dtype": info.dtype,
+            "weight_bytes": info.weight_bytes,
+        },
+        "device": {
+            "device": info.device,
+            "reason": info.device_reason,
+            "backend": info.backend,
+            "notes": info.notes,
+            "capabilities": info.capabilities,
+        },
+        "kv_cache": {
+            "dtype": info.kv_dtype,
+            "bytes": info.kv_bytes,
+            "blocks": info.num_kv_blocks,
+            "block_size": info.block_size,
+        },
+        "limits": {
+            "max_model_len": info.max_model_len,
+            "max_num_seqs": info.max_num_seqs,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "max_logprobs": info.max_logprobs,
+            "max_queue": state.max_queue,
+            "max_body_bytes": state.body_limit,
+        },
+        "parameters": {
+            "lenient": state.lenient,
+            "/v1/chat/completions": honoured(ChatRequest),
+            "/v1/completions": honoured(CompletionRequest),
+        },
+    }
+
+
+def honoured(kind: Any) -> list[str]:
+    """The fields of a request that have an effect, or are labels."""
+    return [name for name in kind.__struct_fields__ if name not in NEUTRAL]

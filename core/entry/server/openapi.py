@@ -1,0 +1,161 @@
+"""GET /openapi.json: the API as a document, made from the structs that requests are read into."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+import octavo
+from octavo.core.entry.server import protocol, schema
+from octavo.core.types import MAX_LOGPROBS
+
+_GENERATION_ERRORS = (400, 404, 413, 429, 500, 503)
+# (path, method, summary, request, answer, event of a stream, statuses of errors)
+_ROUTES: tuple[tuple[str, str, str, Any, Any, Any, tuple[int, ...]], ...] = (
+    (
+        "/v1/chat/completions", "post", "Answer a conversation",
+        protocol.ChatRequest, schema.ChatCompletion, schema.ChatCompletionChunk, _GENERATION_ERRORS,
+    ),
+    (
+        "/v1/completions", "post", "Complete prompts",
+        protocol.CompletionRequest, schema.Completion, schema.Completion, _GENERATION_ERRORS,
+    ),
+    ("/tokenize", "post", "Text or a conversation to token ids",
+     protocol.TokenizeRequest, schema.Tokens, None, (400, 404, 413, 503)),
+    ("/detokenize", "post", "Token ids to text",
+     protocol.DetokenizeRequest, schema.Text, None, (400, 404, 413, 503)),
+    ("/v1/models", "get", "The served names", None, schema.ModelList, None, (503,)),
+    ("/v1/models/{model}", "get", "One of them", None, schema.Model, None, (404, 503)),
+    ("/v1/capabilities", "get", "What this server can do",
+     None, schema.Capabilities, None, (503,)),
+    ("/health", "get", "Whether requests are taken", None, schema.Healthy, None, (503,)),
+    ("/ping", "get", "The same", None, schema.Healthy, None, (503,)),
+    ("/version", "get", "The server's version", None, schema.Version, None, ()),
+    ("/metrics", "get", "Prometheus", None, None, None, (503,)),
+)  # fmt: skip
+
+_TOKEN = {"type": "integer", "minimum": 0}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": _TOKEN, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": _TOKEN, "minItems": 1},
+            "minItems": 1,
+        },
+    ],
+    "description": "text, texts, token ids, or lists of token ids",
+}
+# Bounds that `SamplingParams` and the handlers hold requests to, beside the types.
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "n": {"minimum": 1, "maximum": 1024},
+    "max_tokens": {"minimum": 0},
+    "max_completion_tokens": {"minimum": 1},
+    "temperature": {"minimum": 0},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"exclusiveMinimum": 0},
+    "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
+    "min_tokens": {"minimum": 0},
+    "logprobs": {"minimum": -1, "maximum": MAX_LOGPROBS},
+    "top_logprobs": {"minimum": -1, "maximum": MAX_LOGPROBS},
+    "prompt_logprobs": {"minimum": -1, "maximum": MAX_LOGPROBS},
+    "truncate_prompt_tokens": {"minimum": -1},
+    "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
+    "cache_salt": {"minLength": 1, "maxLength": 128},
+    "allowed_token_ids": {"minItems": 1},
+}
+
+
+@cache
+def document() -> bytes:
+    """The document, as JSON."""
+    kinds = [kind for route in _ROUTES for kind in route[3:6] if kind is not None]
+    kinds = list(dict.fromkeys([*kinds, schema.Error, schema.Message]))
+    references, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    reference = dict(zip(kinds, references, strict=True))
+    for route in _ROUTES:
+        if route[3] is not None:
+            _describe(components[route[3].__name__], reference[schema.Message])
+    paths: dict[str, dict[str, Any]] = {}
+    for path, method, *rest in _ROUTES:
+        paths.setdefault(path, {})[method] = _operation(path, reference, *rest)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "Octavo",
+                "version": octavo.__version__,
+                "description": "An OpenAI-compatible server. With --lenient, fields that are unknown "
+                "or not supported are left out instead of refused.",
+            },
+            "paths": paths,
+            "components": {
+                "schemas": components,
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{}, {"key": []}],
+        }
+    )
+
+
+def _operation(
+    path: str,
+    reference: dict[Any, Any],
+    summary: str,
+    request: Any,
+    answer: Any,
+    event: Any,
+    errors: tuple[int, ...],
+) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if answer is not None:
+        content = {"application/json": {"schema": reference[answer]}}
+    if event is not None:
+        text = f"with stream=true: `data:` events, each a {event.__name__} or an Error, then [DONE]"
+        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+    failed = {"application/json": {"schema": reference[schema.Error]}}
+    answers = {"200": {"description": "done", "content": content}}
+    for status in errors:
+        words = schema.Error.__doc__ or ""
+        answers[str(status)] = {"description": words, "content": failed}
+    operation: dict[str, Any] = {"summary": summary, "responses": answers}
+    if request is not None:
+        body = {"application/json": {"schema": reference[request]}}
+        operation["requestBody"] = {"required": True, "content": body}
+    if "{model}" in path:
+        operation["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    return operation
+
+
+def _describe(component: dict[str, Any], message: Any) -> None:
+    """Adds to a request's schema what its types cannot say."""
+    properties: dict[str, Any] = component["properties"]
+    for name, property_ in properties.items():
+        if name in protocol.NEUTRAL:
+            values = [None, *protocol.NEUTRAL[name]]
+            properties[name] = {"enum": values, "default": None, "description": "not supported"}
+            continue
+        for option in property_.get("anyOf", [property_]):
+            if option.get("type") not in (None, "null", "boolean"):
+                option.update(_BOUNDS.get(name, {}))
+    if "messages" in properties:
+        required = "messages" in component.get("required", ())
+        messages: dict[str, Any] = {"type": "array", "items": message, "minItems": 1}
+        properties["messages"] = messages if required else {"anyOf": [messages, {"type": "null"}]}
+    if "best_of" in properties:  # completions
+        properties["prompt"] = _PROMPT
+        component["required"] = [*component.get("required", ()), "prompt"]
+    if "tokens" in properties:
+        properties["tokens"] = {"type": "array", "items": _TOKEN}
