@@ -248,12 +248,18 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * count
-        if len(params) != count:
+        each = list(params) if isinstance(params, Sequence) else [params]
+        if wrong := [p for p in each if not isinstance(p, SamplingParams)]:
             raise ParamError(
                 "sampling_params",
-                f"{len(params)} sampling_params for {count} prompts: give one, or one for each",
+                f"sampling_params must be SamplingParams, got {type(wrong[0]).__name__}",
             )
-        return list(params)
+        if len(each) != count:
+            raise ParamError(
+                "sampling_params",
+                f"{len(each)} sampling_params for {count} prompts: give one, or one for each",
+            )
+        return each
 
     def _run(
         self, prompts: list[Prompt], requests: list[Request]

@@ -79,6 +79,9 @@ def test_params_one_for_each(llm: LLM) -> None:
     assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 4]
     with pytest.raises(ParamError, match="2 sampling_params for 1"):
         llm.generate("a", [SHORT, SHORT])
+    for wrong in ({"max_tokens": 2}, [SHORT, None], "greedy"):
+        with pytest.raises(ParamError, match=r"must be SamplingParams, got (dict|NoneType|str)"):
+            llm.generate(["a", "b"], wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wanted", [1, 104, 105, 106, 1000])
