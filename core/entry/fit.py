@@ -75,7 +75,7 @@ def fit(
     phases = wiring.Phases()
     made = wiring.design(config, files, resolved, phases)
     ops = resolved.backend.ops(resolved.device)
-    model = made.model_class(made.model_config, made.shape, ops)
+    model = wiring.make_model(made, files, ops)
     _check_header(model, files, phases)
     measured = resolved.backend.memory(resolved.device)
     total, free = (memory, memory) if memory is not None else (measured.total, measured.free)

@@ -16,6 +16,7 @@ from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.engine import Engine, ModelInfo
+from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.progress import Progress, SilentProgress
 from octavo.core.models.base import ARCHITECTURES, Model, model_class
@@ -91,7 +92,7 @@ def build_engine(
         shape, plan, limits = made.shape, made.plan, made.limits
         backend.start(device, limits)
         ops = backend.ops(device)
-        model = made.model_class(made.model_config, shape, ops)
+        model = make_model(made, files, ops)
     with phases("load weights"):
         weights = _load_weights(model, files, ops, made.dtype, limits.max_model_len, progress)
     with phases("allocate KV cache"):
@@ -168,17 +169,53 @@ def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: 
     model_config, eos = _read_config(files)
     cls = model_class(model_config, {**ARCHITECTURES, **plugins().models()})
     dtype, kv_dtype = _dtypes(config, model_config, backend, device, phases)
-    shape = cls.shape(model_config, kv_dtype)
+    with _reading_config(files):
+        shape = cls.shape(model_config, kv_dtype)
+        if shape.max_position < 1 or shape.num_layers < 1:
+            raise ValueError("max_position_embeddings and num_hidden_layers must be at least 1")
+    if beyond := [token for token in eos if not 0 <= token < shape.vocab_size]:
+        phases.notes.append(
+            f"EOS {beyond}: no tokens of this model, whose ids are 0 to {shape.vocab_size - 1}"
+        )
+        eos = tuple(token for token in eos if token not in beyond)
     limits = _limits(config, shape, dtype, kv_dtype, phases)
     plan = _validated(backend.plan(shape, device, limits), shape, backend, device, config)
     return Design(resolved, cls, model_config, eos, dtype, shape, limits, plan)
 
 
 def _read_config(files: ModelFiles) -> tuple[dict[str, Any], tuple[int, ...]]:
-    from octavo.core.loading.hf_config import eos_token_ids, load_config, load_generation_config
+    from octavo.core.loading.hf_config import (
+        eos_token_ids,
+        load_config,
+        load_generation_config,
+        refuse_quantized,
+    )
 
     config = load_config(files)
-    return config, eos_token_ids(config, load_generation_config(files))
+    refuse_quantized(config)
+    with _reading_config(files):
+        return config, eos_token_ids(config, load_generation_config(files))
+
+
+def make_model(made: Design, files: ModelFiles, ops: Ops) -> Model:
+    """The model, without weights. Raises ConfigError, ModelError: its config cannot be used."""
+    with _reading_config(files):
+        return made.model_class(made.model_config, made.shape, ops)
+
+
+@contextmanager
+def _reading_config(files: ModelFiles) -> Iterator[None]:
+    """A setting that is missing or of a wrong type becomes an error that names the file."""
+    try:
+        yield
+    except (ConfigError, ModelError):
+        raise
+    except KeyError as error:
+        raise ModelConfigError(f"the config of {files.path} lacks {error}") from error
+    except (TypeError, ValueError, ZeroDivisionError, IndexError, AttributeError) as error:
+        raise ModelConfigError(
+            f"the config of {files.path} has a value that cannot be used ({error})"
+        ) from error
 
 
 def _dtypes(

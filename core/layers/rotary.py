@@ -12,7 +12,15 @@ from octavo.core.config import ConfigError
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("default", "linear", "llama3", "yarn")
+_ORIGINAL = "original_max_position_embeddings"
+# What each kind computes with: numbers above zero.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
+}
+KINDS = tuple(_NEEDS)
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,19 +29,23 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     Checkpoints write them as `rope_parameters`, or as `rope_theta` beside `rope_scaling`.
 
     Raises:
-        ConfigError: a kind that is not implemented.
+        ConfigError: a kind that is not implemented, or a setting that it lacks or cannot compute with.
     """
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     found.setdefault("rope_type", found.pop("type", "default"))
-    found.setdefault(
-        "original_max_position_embeddings",
-        config.get("original_max_position_embeddings") or config.get("max_position_embeddings"),
-    )
+    found.setdefault(_ORIGINAL, config.get(_ORIGINAL) or config.get("max_position_embeddings"))
     if found["rope_type"] not in KINDS:
         raise ConfigError(
             f"rope_type {found['rope_type']!r} is not implemented; this build has {', '.join(KINDS)}"
         )
+    for key in ("rope_theta", *_NEEDS[found["rope_type"]]):
+        value = found.get(key)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < float(value or 0) < math.inf:
+            raise ConfigError(
+                f"rope_type {found['rope_type']!r} needs {key}, a number above 0, got {value!r}"
+            )
     part = found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if float(part) != 1.0:
         raise ConfigError(f"partial_rotary_factor {part} is not implemented for this architecture")

@@ -120,6 +120,8 @@ def test_every_sampling_parameter_is_a_flag(generate: Any) -> None:
     ("arguments", "words"),
     [
         (("--prompt", "x", "--top-p", "7"), "top_p must be"),
+        (("--prompt", "x", "--logprobs", "0"), "--logprobs needs --json"),
+        (("--prompt", "x", "--prompt-logprobs", "2"), "--prompt-logprobs needs --json"),
         (("--prompt", "x", "--logit-bias", "5"), "is not ID:BIAS"),
         (("--prompt", "x", "--input", "y"), "not both"),
         (("--input", "/nowhere"), "cannot be read"),

@@ -22,7 +22,7 @@ from tiny_models import (
 )
 
 from octavo.core.config import ConfigError
-from octavo.core.loading.errors import WeightsError
+from octavo.core.loading.errors import ModelConfigError, WeightsError
 from octavo.core.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -265,8 +265,11 @@ def test_old_buffers_are_tolerated(llama: tuple[Path, Any], tmp_path: Path) -> N
 
 
 def changed_config(llama: tuple[Path, Any], folder: Path, **values: Any) -> Path:
+    """A copy of the model with other settings; `...` takes one away."""
     config = json.loads((llama[0] / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not ...})
+    )
     (folder / "model.safetensors").symlink_to(llama[0] / "model.safetensors")
     return folder
 
@@ -282,6 +285,14 @@ def changed_config(llama: tuple[Path, Any], folder: Path, **values: Any) -> Path
         ({"architectures": None, "model_type": "odd"}, "none .model_type 'odd'. is not supported"),
         ({"hidden_act": "relu6"}, "hidden_act 'relu6'.*silu"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*yarn"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'linear' needs factor.*got None"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "'linear' needs factor.*got 0"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
+            "'llama3' needs low_freq_factor",
+        ),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "'default' needs rope_theta.*got '1e4'"),
+        ({"architectures": "GPT2LMHeadModel"}, "architecture GPT2LMHeadModel is not supported"),
     ],
 )
 def test_what_is_not_supported_is_said(
@@ -289,6 +300,50 @@ def test_what_is_not_supported_is_said(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         engine(changed_config(llama, tmp_path, **values))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hidden_size": ...}, "lacks 'hidden_size'"),
+        ({"num_attention_heads": ...}, "lacks 'num_attention_heads'"),
+        ({"vocab_size": ...}, "lacks 'vocab_size'"),
+        ({"intermediate_size": ...}, "lacks 'intermediate_size'"),
+        ({"hidden_size": None}, "a value that cannot be used .*NoneType"),
+        ({"hidden_size": "wide"}, "a value that cannot be used .*'wide'"),
+        ({"rms_norm_eps": "small"}, "a value that cannot be used .*'small'"),
+        ({"num_attention_heads": 0, "head_dim": None}, "a value that cannot be used"),
+        ({"rope_parameters": "llama3"}, "a value that cannot be used"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings.*at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be at least 1"),
+        ({"eos_token_id": "</s>"}, "a value that cannot be used .*'</s>'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\).*GGUF"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_a_model_error(
+    llama: tuple[Path, Any], tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    """Never a KeyError: a server tells such an error in one line and ends."""
+    with pytest.raises(ModelConfigError, match=words):
+        engine(changed_config(llama, tmp_path, **values))
+
+
+def test_eos_ids_that_are_no_tokens_mask_nothing(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """Published configs name some. With min_tokens each EOS is masked: an index beyond the logits
+    would end every request of the step, -1 would hide the last token."""
+    folder = changed_config(llama, tmp_path, eos_token_id=[5, 999, -1])
+    made = engine(folder)
+    assert made.info.eos_token_ids == (5,)
+    assert any("999" in note and "-1" in note for note in made.info.notes)
+    prompt = prompt_of(20)
+    request = Request(
+        id="r",
+        prompt_token_ids=prompt,
+        params=SamplingParams(temperature=0, max_tokens=6, min_tokens=6),
+        eos_token_ids=made.info.eos_token_ids,
+    )
+    found = run(made, request, greedy("neighbour", prompt, 6))
+    assert len(tokens_of(found["r"])) == len(tokens_of(found["neighbour"])) == 6
 
 
 @pytest.mark.parametrize(
