@@ -112,7 +112,11 @@ class EngineConfig:
         default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"}
     )
     cache_dir: str | None = field(
-        default=None, metadata={"help": "where models and what is converted from them are kept"}
+        default=None,
+        metadata={
+            "help": "where models and what is converted from them are kept",
+            "metavar": "DIR",
+        },
     )
     load_progress: bool = field(default=True, metadata={"help": "bars while fetching and loading"})
 

@@ -374,6 +374,13 @@ class Ops:
         """
         return portable.sample(logits, rows)
 
+    def token_logprobs(
+        self, logits: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of raw logits [L, V] float32 and ids [L] int64: each id's log-softmax [L], its rank [L]
+        (1 + how many tokens have a larger logit), and the row's logsumexp [L]."""
+        return portable.token_logprobs(logits, ids)
+
 
 # --------------------------------------------------------------------------------------- backend
 

@@ -312,3 +312,11 @@ def sample(logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
             tokens[i] = (row + noise).argmax()
     bad = logits.isnan().any(-1) | (logits.amax(-1) == float("-inf"))
     return torch.where(bad, torch.full_like(tokens, -1), tokens)
+
+
+def token_logprobs(
+    logits: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    norm = torch.logsumexp(logits, dim=-1)
+    chosen = logits.gather(1, ids[:, None])
+    return chosen[:, 0] - norm, (logits > chosen).sum(-1) + 1, norm

@@ -64,7 +64,7 @@ class Runner:
             Program("forward", forward_program(model), model), plan, device
         )
         sample = backend.compile(Program("sample", ops.sample, model), plan, device)
-        self._sampler = Sampler(sample, backend.torch_device(device), vocabulary)
+        self._sampler = Sampler(sample, ops, backend.torch_device(device), vocabulary)
 
     def execute(self, step: StepPlan) -> StepResult:
         """Copies blocks, runs the forward pass and draws the step's tokens."""

@@ -18,7 +18,7 @@ import torch
 
 from octavo.core.bad_words import BadWords, VocabularyIndex
 from octavo.core.batch import prompt_logprob_rows
-from octavo.core.contract import SampleInputs
+from octavo.core.contract import Ops, SampleInputs
 from octavo.core.sequence import Sequence as Seq
 from octavo.core.types import Int64, StepPlan, StepResult, TokenLogprobs
 
@@ -90,6 +90,7 @@ class Sampler:
 
     Args:
         sample: the compiled sample program, (logits [L, V] float32, SampleInputs) -> tokens [L].
+        ops: the device's ops.
         device: torch device of the logits.
         vocabulary: skip_special -> the vocabulary's bytes; called only for bad_words.
     """
@@ -97,10 +98,12 @@ class Sampler:
     def __init__(
         self,
         sample: Callable[[torch.Tensor, SampleInputs], torch.Tensor],
+        ops: Ops,
         device: str,
         vocabulary: Callable[[bool], VocabularyIndex],
     ) -> None:
         self._sample = sample
+        self._ops = ops
         self._device = device
         self._vocabulary = vocabulary
 
@@ -129,7 +132,7 @@ class Sampler:
             counts = [rows[i].sequence.request.params.logprobs or 0 for i in wanted]
             chosen = raw if len(wanted) == len(rows) else raw[_at(wanted, raw)]
             for i, entry in zip(
-                wanted, token_logprobs(chosen, tokens[wanted], counts), strict=True
+                wanted, token_logprobs(chosen, tokens[wanted], counts, self._ops), strict=True
             ):
                 logprobs[i] = entry
                 if math.isnan(entry.logprob) or math.isnan(sum(entry.top_logprobs)):
@@ -235,7 +238,9 @@ class Sampler:
             for at in range(0, len(positions), _SLICE):
                 end = min(at + _SLICE, len(positions))
                 part = logits[row + at : row + end].float()
-                entries.extend(token_logprobs(part, following[at:end], [wanted] * (end - at)))
+                entries.extend(
+                    token_logprobs(part, following[at:end], [wanted] * (end - at), self._ops)
+                )
             found[sequence.request.id] = entries
             row += len(positions)
         return found
@@ -246,16 +251,14 @@ def _at(index: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: Int64, counts: Sequence[int]
+    logits: torch.Tensor, tokens: Int64, counts: Sequence[int], ops: Ops
 ) -> list[TokenLogprobs]:
     """Per row of raw logits [L, V] float32: the log-softmax of `tokens[i]`, its rank, and the
     `counts[i]` most likely tokens (-1: all of them)."""
     vocab = logits.shape[-1]
-    norm = torch.logsumexp(logits, dim=-1)
-    chosen_at = _at(tokens, logits).clamp_min(0)  # -1, a failed draw, has no log-probability
-    chosen = logits.gather(1, chosen_at[:, None])
-    ranks = ((logits > chosen).sum(-1) + 1).tolist()
-    chosen_logprobs = (chosen[:, 0] - norm).tolist()
+    chosen = _at(tokens, logits).clamp_min(0)  # -1, a failed draw, has no log-probability
+    logprobs, ranks, norm = ops.token_logprobs(logits, chosen)
+    chosen_logprobs, chosen_ranks = logprobs.tolist(), ranks.tolist()
     widest = max(vocab if c < 0 else min(c, vocab) for c in counts)
     top_ids: list[list[int]] = [[] for _ in counts]
     top_values: list[list[float]] = [[] for _ in counts]
@@ -266,7 +269,7 @@ def token_logprobs(
         TokenLogprobs(
             int(token),
             chosen_logprobs[i],
-            ranks[i],
+            chosen_ranks[i],
             top_ids[i][: vocab if counts[i] < 0 else counts[i]],
             top_values[i][: vocab if counts[i] < 0 else counts[i]],
         )

@@ -228,7 +228,7 @@ class Scheduler:
             if max(need, 0) + shared <= blocks.num_free:
                 break
             victim = self._victim(position)
-            self._preempt(victim, copies)
+            self._preempt(victim)
             preempted.append(victim.request.id)
             if victim is sequence:
                 return False
@@ -248,9 +248,9 @@ class Scheduler:
                 return sequence
         return self.running[position]  # only after a fork: a parent's last block is shared again
 
-    def _preempt(self, sequence: Sequence, copies: dict[int, int]) -> None:
-        for block in sequence.blocks:
-            copies.pop(block, None)
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence that has no part in this step's plan yet, and so no copy in it, back to
+        the queue."""
         self._release(sequence)
         sequence.num_computed = 0
         sequence.preemptions += 1

@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -60,11 +61,34 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
         raise ParamError(name, f"{name} must be a whole number in [{low}, {high}], got {value!r}")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+def _typed(name: str, value: object, kinds: type | tuple[type, ...], what: str) -> None:
+    if not isinstance(value, kinds):
+        raise ParamError(name, f"{name} must be {what}, got {value!r}")
+
+
+if TYPE_CHECKING:
+    _NamesUnknown = msgspec.StructMeta
+else:
+
+    class _NamesUnknown(msgspec.StructMeta):
+        """A keyword that is no field becomes an error that names the nearest one."""
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            for name in values:
+                if name not in cls.__struct_fields__:
+                    close = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
+                    hint = f" (did you mean {close[0]!r}?)" if close else ""
+                    raise ParamError(name, f"{name} is not a sampling parameter here{hint}")
+            return super().__call__(*args, **values)
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_NamesUnknown
+):
     """How tokens are chosen and when a sequence ends. Names and defaults are vLLM's.
 
     Raises:
-        ParamError: a value outside its range, with the parameter's name in `param`.
+        ParamError: an unknown parameter or a value outside its range, with the name in `param`.
     """
 
     n: int = 1
@@ -94,10 +118,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         _whole("n", self.n, 1, 1024)
         _finite("presence_penalty", self.presence_penalty, -2, 2)
         _finite("frequency_penalty", self.frequency_penalty, -2, 2)
-        _finite("repetition_penalty", self.repetition_penalty, 0, 1e30, open_low=True)
+        # A smaller one takes logits beyond what float32 holds.
+        _finite("repetition_penalty", self.repetition_penalty, 1e-30, 1e30)
         _finite("temperature", self.temperature, 0, 1e30)
         _finite("top_p", self.top_p, 0, 1, open_low=True)
         _whole("top_k", self.top_k, -1, 2**31 - 1)
@@ -122,8 +148,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     "truncate_prompt_tokens",
                     "truncate_prompt_tokens must be -1 (the model's context) or at least 1, got 0",
                 )
-        if isinstance(self.bad_words, str):
-            raise ParamError("bad_words", f"bad_words must be a list, got {self.bad_words!r}")
         for name, words in (("stop", self.stops), ("bad_words", self.bad_words or [])):
             if any(not isinstance(w, str) or not w for w in words):
                 raise ParamError(name, f"{name} must hold non-empty strings, got {words!r}")
@@ -142,6 +166,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ParamError("allowed_token_ids", "allowed_token_ids must not be empty")
+
+    def _check_types(self) -> None:
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
+            _typed(name, getattr(self, name), bool, "True or False")
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+            if (value := getattr(self, name)) is not None:
+                _typed(name, value, (list, tuple), "a list")
+        if self.stop is not None:
+            _typed("stop", self.stop, (str, list, tuple), "a string or a list of strings")
+        if self.logit_bias is not None:
+            _typed("logit_bias", self.logit_bias, dict, "a dict of token ids and biases")
+        _typed("output_kind", self.output_kind, RequestOutputKind, "a RequestOutputKind")
 
     @property
     def stops(self) -> list[str]:

@@ -38,6 +38,7 @@ KERNEL_OPS = (
     "rotary",
     "act_and_mul",
     "sample",
+    "token_logprobs",
 )
 """Ops that the C++ library runs; `linear` is torch's, the rest is portable."""
 

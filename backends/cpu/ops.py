@@ -244,3 +244,12 @@ class CpuOps(Ops):
                 counter=rows.counter,
             )
         return out
+
+    def token_logprobs(
+        self, logits: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = logits.shape[0]
+        logprob, norm = torch.empty(rows), torch.empty(rows)
+        rank = torch.empty(rows, dtype=torch.int64)
+        lib.token_logprobs(logprob, rank, norm, logits, ids)
+        return logprob, rank, norm

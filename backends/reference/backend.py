@@ -45,3 +45,5 @@ class ReferenceBackend(Backend):
             raise ConfigError(
                 f"--device {device!r}: torch cannot use device {asked!r} here: {reason}"
             ) from error
+        if limits.threads is not None:
+            torch.set_num_threads(limits.threads)

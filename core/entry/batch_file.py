@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from octavo.core.entry.front import load_front
 from octavo.core.entry.server.chat import chat_completions
 from octavo.core.entry.server.completions import completions
 from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request
+from octavo.core.entry.server.http import Answer, Call
 from octavo.core.entry.server.state import ServerState
 
 ENDPOINTS = {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
@@ -41,14 +42,6 @@ class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Label(msgspec.Struct):
     custom_id: Any = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Body(msgspec.Struct):
-    usage: _Usage = msgspec.field(default_factory=_Usage)
 
 
 @dataclass(slots=True)
@@ -129,10 +122,10 @@ async def _answer(state: ServerState, line: bytes, seen: set[str]) -> tuple[dict
         return result, 0
     status, body, tokens = 200, b"", 0
     try:
-        answer = await handler(state, bytes(request.body))
+        call = Call(bytes(request.body))
+        answer = await handler(state, call)
         if isinstance(answer, bytes):
-            body = answer
-            tokens = msgspec.json.decode(answer, type=_Body).usage.completion_tokens
+            body, tokens = answer, call.output_tokens
         else:
             await answer.aclose()
             raise bad_request("stream", "stream has no use in a batch; leave it out")
@@ -157,7 +150,7 @@ def _decode(line: bytes) -> BatchLine:
         raise bad_request(None, f"the line is not valid JSON: {error}", "invalid_json") from None
 
 
-def _endpoint(request: BatchLine) -> Any:
+def _endpoint(request: BatchLine) -> Callable[[ServerState, Call], Awaitable[Answer]]:
     if request.method != "POST":
         raise bad_request("method", f"method must be POST, got {request.method!r}")
     handler = ENDPOINTS.get(request.url)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -75,6 +77,8 @@ class LLM:
     def _set_up(self, config: EngineConfig, front: Front, engine: Any) -> None:
         self.config = config
         self._engine = engine
+        self._process = os.getpid()
+        self._busy = threading.Lock()
         self._outputs = OutputProcessor(front.tokenizer)
         self._inputs = InputProcessor(
             front.tokenizer,
@@ -206,6 +210,12 @@ class LLM:
     def _live(self) -> Any:
         if self._engine is None:
             raise RuntimeError("this LLM was shut down; make a new one")
+        if self._process != os.getpid():
+            # The threads that compute stayed in the parent: a step would wait for them for ever.
+            raise RuntimeError(
+                "this LLM was made before a fork and works only in its own process: make one in "
+                "each child, started with multiprocessing's 'spawn'"
+            )
         return self._engine
 
     def _complete(
@@ -248,12 +258,18 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * count
-        if len(params) != count:
+        each = list(params) if isinstance(params, Sequence) else [params]
+        if wrong := [p for p in each if not isinstance(p, SamplingParams)]:
             raise ParamError(
                 "sampling_params",
-                f"{len(params)} sampling_params for {count} prompts: give one, or one for each",
+                f"sampling_params must be SamplingParams, got {type(wrong[0]).__name__}",
             )
-        return list(params)
+        if len(each) != count:
+            raise ParamError(
+                "sampling_params",
+                f"{len(each)} sampling_params for {count} prompts: give one, or one for each",
+            )
+        return each
 
     def _run(
         self, prompts: list[Prompt], requests: list[Request]
@@ -261,12 +277,16 @@ class LLM:
         """Runs requests to their end. Left early, by an error, an interrupt or its caller, it aborts
         what is still open, so that the engine is free again."""
         engine = self._live()
-        if len(self._outputs):
-            raise RuntimeError("a stream of this LLM is still open: finish or close it first")
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "a stream of this LLM is still open, or another thread uses it: finish or close it "
+                "first, or use AsyncLLM, which serves many at once"
+            )
         try:
             for prompt, request in zip(prompts, requests, strict=True):
-                engine.add(request)
+                # Known here before the engine has it: an interrupt in between must not leave it there.
                 self._outputs.add(request.id, prompt.text, request.prompt_token_ids, request.params)
+                engine.add(request)
             while len(self._outputs):
                 outputs, aborts = self._outputs.process(engine.step())
                 if aborts:
@@ -275,11 +295,14 @@ class LLM:
                 if len(self._outputs) and not engine.has_unfinished():
                     raise RuntimeError("the engine lost a request")
         finally:
-            left = [request.id for request in requests if request.id in self._outputs]
-            for request_id in left:
-                self._outputs.discard(request_id)
-            if left:
-                engine.abort(left)
+            try:
+                left = [request.id for request in requests if request.id in self._outputs]
+                for request_id in left:
+                    self._outputs.discard(request_id)
+                if left:
+                    engine.abort(left)
+            finally:
+                self._busy.release()
 
 
 def _num_tokens(output: RequestOutput) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.engine import Engine, ModelInfo
+from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.progress import Progress, SilentProgress
 from octavo.core.models.base import ARCHITECTURES, Model, model_class
@@ -29,7 +31,7 @@ DEFAULT_KV_FRACTION = 0.5
 
 
 @dataclass
-class _Phases:
+class Phases:
     """How long each phase of a start took, in seconds."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -47,15 +49,25 @@ def resolve_device(word: str) -> Resolved:
     return plugins().resolve(word)
 
 
-def resolve_model(config: EngineConfig, progress: Progress | None = None) -> ModelFiles:
-    """MODEL as local files, through a plug-in's source if one knows it, else folder, file, hub or package."""
+def resolve_model(
+    config: EngineConfig, progress: Progress | None = None, *, weights: bool = True
+) -> ModelFiles:
+    """MODEL as local files, through a plug-in's source if one knows it, else folder, file, hub or package.
+
+    weights: False leaves a hub's weights where they are."""
     from octavo.core.loading.sources import resolve
 
     cache_dir = config.cache_path()
     found = plugins().model_source(config.model, config.revision, cache_dir)
     if found is not None:
         return found
-    return resolve(config.model, revision=config.revision, cache_dir=cache_dir, progress=progress)
+    return resolve(
+        config.model,
+        revision=config.revision,
+        cache_dir=cache_dir,
+        progress=progress,
+        weights=weights,
+    )
 
 
 def build_engine(
@@ -67,7 +79,7 @@ def build_engine(
         ConfigError, ModelError: what was asked, what is possible, and what to change.
     """
     progress = progress or SilentProgress()
-    phases = _Phases()
+    phases = Phases()
     with phases("find device"):
         resolved = resolve_device(config.device)
     backend, device = resolved.backend, resolved.device
@@ -76,22 +88,17 @@ def build_engine(
     with phases("import torch"):
         import torch  # noqa: F401  # timed apart: it is most of a warm start
     with phases("read config"):
-        model_config, eos = _read_config(files)
-        cls = model_class(model_config, {**ARCHITECTURES, **plugins().models()})
-        dtype, kv_dtype = _dtypes(config, model_config, backend, device, phases)
-        shape = cls.shape(model_config, kv_dtype)
-        limits = _limits(config, shape, dtype, kv_dtype, phases)
-        plan = _validated(backend.plan(shape, device, limits), shape, backend, device, config)
+        made = design(config, files, resolved, phases)
+        shape, plan, limits = made.shape, made.plan, made.limits
         backend.start(device, limits)
         ops = backend.ops(device)
-        model = cls(model_config, shape, ops)
+        model = make_model(made, files, ops)
     with phases("load weights"):
-        weights, weight_bytes = _load_weights(
-            model, files, ops, dtype, limits.max_model_len, progress
-        )
+        weights = _load_weights(model, files, ops, made.dtype, limits.max_model_len, progress)
     with phases("allocate KV cache"):
-        num_blocks, block_bytes = _size_kv(config, plan, shape, ops, backend, device, limits)
-        max_len = _context(config, limits, plan, num_blocks, phases)
+        free = backend.memory(device).free  # what the loaded weights have left
+        num_blocks, block_bytes = size_kv(config, made, ops, free)
+        max_len = context_length(config, limits, plan, num_blocks, phases)
         kv = ops.alloc_kv(shape.kv, num_blocks, plan.block_size)
     lane = plan.lanes[0]
     scheduler = Scheduler(
@@ -114,19 +121,19 @@ def build_engine(
         )
     info = ModelInfo(
         name=files.name,
-        architecture=cls.__name__,
+        architecture=made.model_class.__name__,
         max_model_len=max_len,
         vocab_size=shape.vocab_size,
-        eos_token_ids=eos,
+        eos_token_ids=made.eos_token_ids,
         device=device,
         device_reason=resolved.reason,
         backend=backend.name,
-        dtype=dtype,
+        dtype=made.dtype,
         kv_dtype=plan.kv_dtype,
         block_size=plan.block_size,
         num_kv_blocks=num_blocks,
         kv_bytes=num_blocks * block_bytes,
-        weight_bytes=weight_bytes,
+        weight_bytes=weight_bytes(model, made.dtype),
         max_num_seqs=scheduler.limits.max_num_seqs,
         max_num_batched_tokens=lane.max_tokens,
         max_logprobs=config.max_logprobs,
@@ -137,11 +144,78 @@ def build_engine(
     return Engine(scheduler, runner, info)
 
 
+@dataclass(frozen=True)
+class Design:
+    """What is decided before any weight is read: which class runs the model, in what dtype, within
+    which limits, and how the backend will be driven."""
+
+    resolved: Resolved
+    model_class: type[Model]
+    model_config: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    shape: ModelShape
+    limits: Limits
+    plan: ExecutionPlan
+
+
+def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: Phases) -> Design:
+    """Decides all that needs the model's configuration and the backend, and nothing more.
+
+    Raises:
+        ConfigError, ModelError: what was asked, what is possible, and what to change.
+    """
+    backend, device = resolved.backend, resolved.device
+    model_config, eos = _read_config(files)
+    cls = model_class(model_config, {**ARCHITECTURES, **plugins().models()})
+    dtype, kv_dtype = _dtypes(config, model_config, backend, device, phases)
+    with _reading_config(files):
+        shape = cls.shape(model_config, kv_dtype)
+        if shape.max_position < 1 or shape.num_layers < 1:
+            raise ValueError("max_position_embeddings and num_hidden_layers must be at least 1")
+    if beyond := [token for token in eos if not 0 <= token < shape.vocab_size]:
+        phases.notes.append(
+            f"EOS {beyond}: no tokens of this model, whose ids are 0 to {shape.vocab_size - 1}"
+        )
+        eos = tuple(token for token in eos if token not in beyond)
+    limits = _limits(config, shape, dtype, kv_dtype, phases)
+    plan = _validated(backend.plan(shape, device, limits), shape, backend, device, config)
+    return Design(resolved, cls, model_config, eos, dtype, shape, limits, plan)
+
+
 def _read_config(files: ModelFiles) -> tuple[dict[str, Any], tuple[int, ...]]:
-    from octavo.core.loading.hf_config import eos_token_ids, load_config, load_generation_config
+    from octavo.core.loading.hf_config import (
+        eos_token_ids,
+        load_config,
+        load_generation_config,
+        refuse_quantized,
+    )
 
     config = load_config(files)
-    return config, eos_token_ids(config, load_generation_config(files))
+    refuse_quantized(config)
+    with _reading_config(files):
+        return config, eos_token_ids(config, load_generation_config(files))
+
+
+def make_model(made: Design, files: ModelFiles, ops: Ops) -> Model:
+    """The model, without weights. Raises ConfigError, ModelError: its config cannot be used."""
+    with _reading_config(files):
+        return made.model_class(made.model_config, made.shape, ops)
+
+
+@contextmanager
+def _reading_config(files: ModelFiles) -> Iterator[None]:
+    """A setting that is missing or of a wrong type becomes an error that names the file."""
+    try:
+        yield
+    except (ConfigError, ModelError):
+        raise
+    except KeyError as error:
+        raise ModelConfigError(f"the config of {files.path} lacks {error}") from error
+    except (TypeError, ValueError, ZeroDivisionError, IndexError, AttributeError) as error:
+        raise ModelConfigError(
+            f"the config of {files.path} has a value that cannot be used ({error})"
+        ) from error
 
 
 def _dtypes(
@@ -149,7 +223,7 @@ def _dtypes(
     model_config: Mapping[str, Any],
     backend: Backend,
     device: str,
-    phases: _Phases,
+    phases: Phases,
 ) -> tuple[str, str]:
     capabilities = backend.capabilities(device)
     dtype = config.dtype
@@ -174,7 +248,7 @@ def _dtypes(
 
 
 def _limits(
-    config: EngineConfig, shape: ModelShape, dtype: str, kv_dtype: str, phases: _Phases
+    config: EngineConfig, shape: ModelShape, dtype: str, kv_dtype: str, phases: Phases
 ) -> Limits:
     longest = config.max_model_len or shape.max_position
     if longest > shape.max_position:
@@ -235,18 +309,16 @@ def _validated(
 
 def _load_weights(
     model: Model, files: ModelFiles, ops: Ops, dtype: str, max_positions: int, progress: Progress
-) -> tuple[dict[str, Any], int]:
-    from octavo.core.loading.weights import check_names, open_weights
+) -> dict[str, Any]:
+    from octavo.core.loading.weights import open_weights
 
     source = open_weights(files)
     try:
         specs = list(model.specs())
-        expected = {name: shape for spec in specs for name, shape in spec.parts}
-        check_names(expected, source.names(), ignore=_ignorable(model, source, expected))
+        check_weights(model, source)
         task = progress.task("loading weights", len(specs))
         weights: dict[str, Any] = {}
         packed: dict[str, Any] = {}
-        size = 0
         for spec in specs:
             parts = (
                 {} if spec.alias in packed else {name: source.get(name) for name, _ in spec.parts}
@@ -257,21 +329,33 @@ def _load_weights(
                 weights[spec.name] = ops.tied_weight(packed[spec.alias], spec)
             else:
                 weights[spec.name] = packed[spec.name] = ops.pack_weight(parts, spec, dtype)
-                size += _elements(spec.shape)
             task.advance(1)
         task.close()
     finally:
         source.close()
     for name, table in model.tables(max_positions).items():
         weights[name] = table.to(ops.device)
-    return weights, size * {"float32": 4}.get(dtype, 2)
+    return weights
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def weight_bytes(model: Model, dtype: str) -> int:
+    """Bytes of a model's weights on a device; a tied one counts once."""
+    specs = list(model.specs())
+    names = {spec.name for spec in specs}
+    elements = sum(math.prod(spec.shape) for spec in specs if spec.alias not in names)
+    return elements * {"float32": 4}.get(dtype, 2)
+
+
+def check_weights(model: Model, source: WeightSource) -> None:
+    """Refuses a checkpoint whose tensors are not the model's, by names and shapes alone.
+
+    Raises:
+        WeightsError: what is missing, unexpected or misshapen.
+    """
+    from octavo.core.loading.weights import check_names
+
+    expected = {name: shape for spec in model.specs() for name, shape in spec.parts}
+    check_names(expected, source.names(), ignore=_ignorable(model, source, expected))
 
 
 def _ignorable(model: Model, source: WeightSource, expected: Mapping[str, Any]) -> list[str]:
@@ -280,22 +364,22 @@ def _ignorable(model: Model, source: WeightSource, expected: Mapping[str, Any]) 
     return unused + ["lm_head.weight"] * ("lm_head.weight" not in expected)
 
 
-def _size_kv(
-    config: EngineConfig,
-    plan: ExecutionPlan,
-    shape: ModelShape,
-    ops: Ops,
-    backend: Backend,
-    device: str,
-    limits: Limits,
-) -> tuple[int, int]:
-    """(blocks, bytes of a block over all layers). Free memory is measured with the weights loaded."""
-    per_block = sum(
-        len(spec.layers) * ops.kv_block_bytes(spec, plan.block_size) for spec in shape.kv
-    )
+def kv_block_bytes(made: Design, ops: Ops) -> int:
+    """Bytes of one block over all layers."""
+    size = made.plan.block_size
+    return sum(len(spec.layers) * ops.kv_block_bytes(spec, size) for spec in made.shape.kv)
+
+
+def size_kv(config: EngineConfig, made: Design, ops: Ops, free: int) -> tuple[int, int]:
+    """(blocks, bytes of a block over all layers), within `free` bytes beside the weights.
+
+    Raises:
+        ConfigError: they cannot hold a cache, or not the one asked for.
+    """
+    plan, limits, device = made.plan, made.limits, made.resolved.device
+    per_block = kv_block_bytes(made, ops)
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks, per_block
-    free = backend.memory(device).free
     if config.kv_memory is not None:
         budget = config.kv_memory
         if budget > free:
@@ -317,8 +401,8 @@ def _size_kv(
     return blocks, per_block
 
 
-def _context(
-    config: EngineConfig, limits: Limits, plan: ExecutionPlan, num_blocks: int, phases: _Phases
+def context_length(
+    config: EngineConfig, limits: Limits, plan: ExecutionPlan, num_blocks: int, phases: Phases
 ) -> int:
     """The longest sequence: the model's context, or what the KV cache holds when that is less."""
     pool = (num_blocks - 1) * plan.block_size

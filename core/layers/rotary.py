@@ -5,34 +5,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_ORIGINAL = "original_max_position_embeddings"
+# What each kind computes with: numbers above zero.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
+}
+KINDS = tuple(_NEEDS)
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config's rotary settings in one form: rope_theta, rope_type, and the scaling's own keys.
 
     Checkpoints write them as `rope_parameters`, or as `rope_theta` beside `rope_scaling`.
+
+    Raises:
+        ConfigError: a kind that is not implemented, or a setting that it lacks or cannot compute with.
     """
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     found.setdefault("rope_type", found.pop("type", "default"))
-    found.setdefault(
-        "original_max_position_embeddings",
-        config.get("original_max_position_embeddings") or config.get("max_position_embeddings"),
-    )
+    found.setdefault(_ORIGINAL, config.get(_ORIGINAL) or config.get("max_position_embeddings"))
+    if found["rope_type"] not in KINDS:
+        raise ConfigError(
+            f"rope_type {found['rope_type']!r} is not implemented; this build has {', '.join(KINDS)}"
+        )
+    for key in ("rope_theta", *_NEEDS[found["rope_type"]]):
+        value = found.get(key)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < float(value or 0) < math.inf:
+            raise ConfigError(
+                f"rope_type {found['rope_type']!r} needs {key}, a number above 0, got {value!r}"
+            )
+    part = found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if float(part) != 1.0:
+        raise ConfigError(f"partial_rotary_factor {part} is not implemented for this architecture")
     return found
 
 
 def rotary_table(parameters: Mapping[str, Any], rotary_dim: int, positions: int) -> torch.Tensor:
-    """[positions, rotary_dim] float32: rotary_dim/2 cosines, then as many sines, of each position.
+    """[positions, rotary_dim] float32: rotary_dim/2 cosines, then as many sines, of each position."""
+    import torch
 
-    Raises:
-        ConfigError: a scaling that is not implemented.
-    """
     base = float(parameters["rope_theta"])
     steps = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float()
     inverse = 1.0 / (base ** (steps / rotary_dim))
@@ -43,15 +66,13 @@ def rotary_table(parameters: Mapping[str, Any], rotary_dim: int, positions: int)
         inverse = _llama3(inverse, parameters)
     elif kind == "yarn":
         inverse, gain = _yarn(inverse, parameters, rotary_dim, base)
-    elif kind != "default":
-        raise ConfigError(
-            f"rope_type {kind!r} is not implemented; this build has default, linear, llama3 and yarn"
-        )
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
     return torch.cat((angles.cos() * gain, angles.sin() * gain), dim=-1)
 
 
 def _llama3(inverse: torch.Tensor, p: Mapping[str, Any]) -> torch.Tensor:
+    import torch
+
     factor, low, high = (
         float(p["factor"]),
         float(p["low_freq_factor"]),
@@ -69,6 +90,8 @@ def _llama3(inverse: torch.Tensor, p: Mapping[str, Any]) -> torch.Tensor:
 def _yarn(
     inverse: torch.Tensor, p: Mapping[str, Any], dim: int, base: float
 ) -> tuple[torch.Tensor, float]:
+    import torch
+
     factor = float(p["factor"])
     original = float(p["original_max_position_embeddings"])
 

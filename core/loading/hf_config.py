@@ -32,6 +32,21 @@ def load_generation_config(files: ModelFiles) -> dict[str, Any]:
     return config
 
 
+def refuse_quantized(config: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint whose tensors are packed numbers that only its quantiser can read.
+
+    Raises:
+        ModelConfigError: with the quantiser's name and what can be used instead.
+    """
+    found = config.get("quantization_config") or config.get("compression_config")
+    if found:
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        raise ModelConfigError(
+            f"the checkpoint is quantized ({method}), which is not read here: use the model's "
+            "unquantized safetensors, or a GGUF file of it"
+        )
+
+
 def eos_token_ids(
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any],

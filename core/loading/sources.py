@@ -41,11 +41,13 @@ def resolve(
     revision: str | None = None,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
+    weights: bool = True,
 ) -> ModelFiles:
     """Find ``model`` and fetch it if it is not here yet.
 
     revision: a branch, tag or commit of a hub model; other sources take none.
     cache_dir: where fetched packages and derived files are kept (``default_cache_dir()``).
+    weights: False fetches no weights from a hub, for who only asks what a model would need.
     Raises SourceError when it cannot be found or fetched, CorruptFileError when what was fetched
     is damaged. A model already in the cache is resolved without network.
     """
@@ -64,7 +66,7 @@ def resolve(
     if model.endswith(".gguf") or model.startswith((".", "/", "~")):
         raise SourceError(f"{model!r} does not exist. {_FORMS}")
     if _HUB_ID.match(model):
-        return _hub(model, revision, cache, progress)
+        return _hub(model, revision, cache, progress, weights)
     raise SourceError(f"{model!r} is neither a path here nor the form of a model name. {_FORMS}")
 
 
@@ -86,7 +88,9 @@ def _derived(cache: Path, path: Path) -> Path:
     return cache / "local" / f"{path.stem}-{digest}"
 
 
-def _hub(model: str, revision: str | None, cache: Path, progress: Progress) -> ModelFiles:
+def _hub(
+    model: str, revision: str | None, cache: Path, progress: Progress, weights: bool
+) -> ModelFiles:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -96,7 +100,7 @@ def _hub(model: str, revision: str | None, cache: Path, progress: Progress) -> M
             snapshot_download(
                 model,
                 revision=revision,
-                allow_patterns=_HUB_PATTERNS,
+                allow_patterns=_HUB_PATTERNS if weights else ["*.json"],
                 ignore_patterns=_HUB_IGNORED,
             )
         )

@@ -58,6 +58,8 @@ def model_class(config: Mapping[str, Any], known: Mapping[str, str] = ARCHITECTU
         ConfigError: an architecture that is not known, with the ones that are.
     """
     names = config.get("architectures") or []
+    if isinstance(names, str):
+        names = [names]
     for name in names:
         if name in known:
             module, _, attribute = known[name].partition(":")

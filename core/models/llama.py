@@ -10,6 +10,7 @@ from octavo.core.config import ConfigError
 from octavo.core.contract import Ctx, ModelShape, Ops
 from octavo.core.layers.decoder import ROTARY, Attention, GatedMLP
 from octavo.core.layers.module import Embedding, Head, Module, RMSNorm
+from octavo.core.layers.rotary import rope_parameters, rotary_table
 from octavo.core.models.base import Model, full_attention_kv
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Llama(Model):
             raise ConfigError(
                 f"hidden_act {config['hidden_act']!r} is not one of {', '.join(_ACTIVATIONS)}"
             )
-        self._config, self._shape = config, shape
+        self._shape = shape
+        self._rope = rope_parameters(config)
         hidden, eps, name = shape.hidden_size, float(config.get("rms_norm_eps", 1e-6)), self.prefix
         qkv_bias, out_bias = self.attention_biases(config)
         self.embedding = Embedding(ops, f"{name}.embed_tokens", shape.vocab_size, hidden)
@@ -124,13 +126,7 @@ class Llama(Model):
         )
 
     def tables(self, max_positions: int) -> dict[str, torch.Tensor]:
-        from octavo.core.layers.rotary import rope_parameters, rotary_table
-
-        return {
-            ROTARY: rotary_table(
-                rope_parameters(self._config), self._shape.head_size, max_positions
-            )
-        }
+        return {ROTARY: rotary_table(self._rope, self._shape.head_size, max_positions)}
 
     def hidden(self, ctx: Ctx) -> torch.Tensor:
         x = self.embedding(ctx.meta.token_ids, ctx)

@@ -209,6 +209,19 @@ def test_seeded_draws_are_the_portable_ones(backend: Backend) -> None:
     assert mine[5] == -1 and mine[6] == -1 and (mine[7:] >= 0).all()
 
 
+def test_token_logprobs(backend: Backend) -> None:
+    torch.manual_seed(6)
+    logits = torch.randn(12, 997) * 4
+    logits[3, ::2] = float("-inf")
+    ids = torch.randint(0, 997, (12,))
+    ids[3] = 1
+    mine = backend.ops("cpu").token_logprobs(logits, ids)
+    wanted = Ops().token_logprobs(logits.double(), ids)
+    assert mine[1].tolist() == wanted[1].tolist()
+    for got, exact in ((mine[0], wanted[0]), (mine[2], wanted[2])):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-5)
+
+
 def test_the_kernels_are_the_compiled_ones(backend: Backend) -> None:
     """A failed compile installs too: it must not pass for the kernels here."""
     assert kernels.available(), kernels.why_unavailable()

@@ -14,6 +14,7 @@ from support import NullRunner, request, rig
 
 from octavo.core import ops
 from octavo.core.bad_words import BadWords, VocabularyIndex, _after
+from octavo.core.contract import Ops
 from octavo.core.sampler import Sampler
 from octavo.core.types import StepPlan, StepResult
 
@@ -106,7 +107,7 @@ class WordRunner(NullRunner):
     def draw(self, step: StepPlan, rows: np.ndarray) -> StepResult:
         if not hasattr(self, "sampler"):
             index = VocabularyIndex(self.vocabulary)
-            self.sampler = Sampler(ops.sample, "cpu", lambda skip: index)
+            self.sampler = Sampler(ops.sample, Ops(), "cpu", lambda skip: index)
         logits = [np.random.default_rng(int(h)).normal(0, 1, len(self.vocabulary)) for h in rows]
         return self.sampler.run(step, torch.tensor(np.stack(logits), dtype=torch.float32))
 

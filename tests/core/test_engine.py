@@ -247,12 +247,30 @@ def test_bad_ids_never_reach_a_step(prompt: list[Any], params: dict, param: str)
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"seed": 2**64}, "seed"),
         ({"seed": 1.0}, "seed"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty"),
+        ({"ignore_eos": "no"}, "ignore_eos"),
+        ({"detokenize": 0}, "detokenize"),
+        ({"skip_special_tokens": None}, "skip_special_tokens"),
+        ({"stop": 5}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"allowed_token_ids": np.array([5, 6])}, "allowed_token_ids"),
+        ({"bad_words": {"a"}}, "bad_words"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"output_kind": 1}, "output_kind"),
+        ({"best_of": 2}, "best_of"),
+        ({"structured_outputs": None}, "structured_outputs"),
     ],
 )
 def test_parameters_out_of_range_are_named(params: dict, param: str) -> None:
     with pytest.raises(ParamError) as caught:
         SamplingParams(**params)
     assert caught.value.param == param and param in str(caught.value)
+
+
+def test_an_unknown_parameter_names_the_nearest() -> None:
+    with pytest.raises(ParamError, match=r"max_token is not.*\(did you mean 'max_tokens'\?\)"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
 
 
 def test_no_limit_on_logprobs_when_asked_so() -> None:

@@ -16,7 +16,7 @@ from octavo.core import ops
 from octavo.core.admission import mixed_seed
 from octavo.core.bad_words import VocabularyIndex
 from octavo.core.blocks import root_hash
-from octavo.core.contract import SampleInputs
+from octavo.core.contract import Ops, SampleInputs
 from octavo.core.sampler import Sampler, token_logprobs
 from octavo.core.sequence import Sequence
 from octavo.core.types import ScheduledTokens, StepPlan, StepResult
@@ -29,7 +29,7 @@ def no_vocabulary(skip_special: bool) -> VocabularyIndex:
 
 
 def sampler(vocabulary: Any = no_vocabulary) -> Sampler:
-    return Sampler(ops.sample, "cpu", vocabulary)
+    return Sampler(ops.sample, Ops(), "cpu", vocabulary)
 
 
 def sequence(
@@ -211,6 +211,24 @@ def test_seeds_are_64_bits() -> None:
     tokens = draw(logits.expand(5, -1), *rows).tokens.tolist()
     assert len(set(tokens[:4])) == 4
     assert tokens[3] == tokens[4]  # -1 and 2^64 - 1 are the same bits
+
+
+def test_each_token_of_a_sequence_has_bits_of_its_own() -> None:
+    row = torch.zeros(1, 50_000)
+    tokens = [
+        int(draw(row, sequence([1], [2] * made, seed=3, temperature=1.0)).tokens[0])
+        for made in range(12)
+    ]
+    assert len(set(tokens)) == 12
+
+
+def test_no_two_pairs_of_seed_and_token_share_bits() -> None:
+    grid = {
+        tuple(ops.uniform_bits(seed, counter, 4, torch.device("cpu")).tolist())
+        for seed in range(25)
+        for counter in range(25)
+    }
+    assert len(grid) == 625
 
 
 def test_rows_do_not_see_each_other() -> None:
@@ -465,7 +483,7 @@ def test_values_come_from_the_raw_logits(params: dict) -> None:
 
 
 def test_more_logprobs_than_tokens() -> None:
-    (entry,) = token_logprobs(torch.zeros(1, 4), np.array([2]), [20])
+    (entry,) = token_logprobs(torch.zeros(1, 4), np.array([2]), [20], Ops())
     assert sorted(entry.top_ids) == [0, 1, 2, 3]
 
 

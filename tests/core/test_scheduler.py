@@ -210,6 +210,21 @@ def test_preemptions_are_bounded_in_a_crowd() -> None:
     r.check_empty()
 
 
+def test_admission_leaves_each_neighbour_a_block_to_grow_into() -> None:
+    r = rig(blocks=1 + 12, block_size=4, prefix_caching=False)
+    for name in "ab":
+        r.engine.add(request(name, 12, max_tokens=8))
+    r.step()
+    r.step()
+    r.engine.add(
+        request("c", 12, max_tokens=4)
+    )  # 3 of 4 free blocks, and a and b will want one each
+    r.step()
+    assert [s.request.id for s in r.scheduler.running] == ["a", "b"]
+    r.run()
+    assert r.scheduler.stats().preemptions == 0
+
+
 # ------------------------------------------------------------------------------- sharing
 
 

@@ -104,7 +104,7 @@ def launch(folder: Path, arguments: list[str], **environment: str) -> Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests that do not break it."""
     started = start_server(
-        tmp_path_factory.mktemp("server"), "null", "org/name", OCTAVO_NULL_STEP_SECONDS="0.0005"
+        tmp_path_factory.mktemp("server"), "null", "org/name", NULL_ENGINE_STEP_SECONDS="0.0005"
     )
     started.wait_ready()
     yield started

@@ -73,7 +73,7 @@ def test_the_parent_imports_no_torch() -> None:
 
 
 def test_leaving_the_loop_or_cancelling_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OCTAVO_NULL_STEP_SECONDS", "0.001")
+    monkeypatch.setenv("NULL_ENGINE_STEP_SECONDS", "0.001")
 
     async def body(llm: AsyncLLM) -> None:
         async def read_one() -> None:
@@ -96,7 +96,7 @@ def test_leaving_the_loop_or_cancelling_aborts(monkeypatch: pytest.MonkeyPatch) 
 
 def test_abort_by_name_ends_with_a_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault F34: names are the callers', and two requests may share one."""
-    monkeypatch.setenv("OCTAVO_NULL_STEP_SECONDS", "0.001")
+    monkeypatch.setenv("NULL_ENGINE_STEP_SECONDS", "0.001")
 
     async def body(llm: AsyncLLM) -> None:
         async def reason(name: str) -> Any:
@@ -208,7 +208,7 @@ def test_a_configuration_that_cannot_be_used() -> None:
 
 
 def test_cancelling_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OCTAVO_NULL_LOAD_SECONDS", "30")
+    monkeypatch.setenv("NULL_ENGINE_LOAD_SECONDS", "30")
 
     async def body() -> None:
         llm = make()
@@ -223,7 +223,7 @@ def test_cancelling_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_child_dies_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OCTAVO_NULL_LOAD_SECONDS", "30")  # it is busy, and reads no messages
+    monkeypatch.setenv("NULL_ENGINE_LOAD_SECONDS", "30")  # it is busy, and reads no messages
     code = """
         import asyncio, null_engine
         from octavo.core.config import EngineConfig

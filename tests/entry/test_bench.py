@@ -84,6 +84,14 @@ def test_an_unknown_workload_names_the_nearest() -> None:
         make_workload("sharegtp", by_word)
 
 
+def test_a_misspelt_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    from octavo.core.entry.cli.main import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "throughput", "--num-request", "4"])
+    assert "did you mean '--num-requests'?" in capsys.readouterr().err
+
+
 def test_first_difference() -> None:
     assert first_difference([1, 2], [1, 2]) is None
     assert first_difference([1, 2], [1, 3]) == 1

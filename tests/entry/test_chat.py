@@ -173,7 +173,7 @@ def test_at_a_terminal(terminal: Any, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Any) -> None:
-    chat = terminal(NULL, OCTAVO_NULL_STEP_SECONDS="0.01")
+    chat = terminal(NULL, NULL_ENGINE_STEP_SECONDS="0.01")
     chat.wait_for("> ")
     chat.send("go on\r")
     chat.wait_for("quick brown")
@@ -244,7 +244,7 @@ def test_a_servers_mistakes(server: Any, options: Any, words: str, code: int) ->
 
 
 def test_a_server_that_wants_a_key(own_server: Any) -> None:
-    guarded = own_server(OCTAVO_NULL_KEY="k")
+    guarded = own_server(NULL_ENGINE_OPTIONS='{"api_keys": ["k"]}')
     guarded.wait_ready()
     command = [*OCTAVO, "--url", f"{guarded.url}/v1"]
     assert "give the key with --api-key" in piped("say:a", command=command).stderr
@@ -259,7 +259,7 @@ def test_a_server_that_dies_in_the_middle(own_server: Any) -> None:
 
 
 def test_ctrl_c_with_a_server(own_server: Any, terminal: Any, tmp_path: Path) -> None:
-    slow = own_server(OCTAVO_NULL_STEP_SECONDS="0.01")
+    slow = own_server(NULL_ENGINE_STEP_SECONDS="0.01")
     slow.wait_ready()
     command = [*OCTAVO, "--url", f"{slow.url}/v1", "--no-history"]
     chat = terminal(command)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.core.config import ConfigError, EngineConfig
-from octavo.core.entry.cli.main import main
+from octavo.core.entry.cli.main import COMMANDS, available, main
 from octavo.core.entry.cli.options import add_engine_options, engine_config
 
 OCTAVO = [sys.executable, "-m", "octavo.core.entry.cli.main"]
@@ -45,17 +45,32 @@ def test_every_field_of_the_configuration_is_an_option() -> None:
         parse("a", "--model", "b")
 
 
-def test_help_is_quick_and_imports_little() -> None:
+HEAVY = {"torch", "transformers", "numpy", "msgspec", "tokenizers", "safetensors", "starlette",
+         "uvicorn", "asyncio", "rich", "yaml", "jinja2", "huggingface_hub", "pluggy"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in COMMANDS if name in available())]
+)
+def test_help_is_quick_and_imports_little(arguments: list[str]) -> None:
     code = (
         "import sys; from octavo.core.entry.cli.main import main\n"
-        "try: main(['serve', '--help'])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'msgspec', 'tokenizers', 'starlette', 'uvicorn', 'rich'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+        f"try: main({arguments})\n"
+        "except SystemExit as error: assert not error.code\n"
+        "print(*sorted(sys.modules), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "--max-model-len" in done.stdout and "--served-model-name" in done.stdout
+    imported = set(done.stderr.split())
+    assert not HEAVY & imported, HEAVY & imported
+    assert len(imported) < 250  # more is a library that came in unnoticed
+
+
+def test_help_says_what_there_is() -> None:
+    text = run("serve", "--help").stdout
+    assert "--max-model-len" in text and "--served-model-name" in text and "--config" in text
+    text = run("--help").stdout
+    assert all(name in text for name in available()) and "130  ended by Ctrl-C" in text
 
 
 @pytest.mark.parametrize(
@@ -71,7 +86,7 @@ def test_help_is_quick_and_imports_little() -> None:
         (["generate", "no-such-model", "--prompt", "x"], "no-such-model"),
         (["generate", "--prompt", "x", "--system", "y"], "--chat"),
         (["devices", "toaster"], "toaster"),
-        (["models", "--remove", "nothing-of-that-name"], "not in the cache"),
+        (["models", "remove", "nothing-of-that-name"], "not in the cache"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(

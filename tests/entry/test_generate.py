@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +120,8 @@ def test_every_sampling_parameter_is_a_flag(generate: Any) -> None:
     ("arguments", "words"),
     [
         (("--prompt", "x", "--top-p", "7"), "top_p must be"),
+        (("--prompt", "x", "--logprobs", "0"), "--logprobs needs --json"),
+        (("--prompt", "x", "--prompt-logprobs", "2"), "--prompt-logprobs needs --json"),
         (("--prompt", "x", "--logit-bias", "5"), "is not ID:BIAS"),
         (("--prompt", "x", "--input", "y"), "not both"),
         (("--input", "/nowhere"), "cannot be read"),
@@ -277,3 +282,30 @@ def test_a_batch_on_the_command_line(
     assert "would overwrite" in refused(capsys, "--batch", path, "--output", path)
     path = written(tmp_path, line(1).decode(), "nonsense\n")
     assert "1 of 2 lines failed" in refused(capsys, "--batch", path, code=1)
+
+
+def test_ctrl_c_keeps_what_a_batch_has_done(tmp_path: Path) -> None:
+    code = (
+        "import sys, null_engine\n"
+        "from octavo.core.entry import batch_file\n"
+        "from octavo.core.entry.cli.main import main\n"
+        "run = batch_file.run_batch\n"
+        "batch_file.run_batch = lambda *a, **k: run(\n"
+        "    *a, **k, factory='null_engine:build', loader=null_engine.load)\n"
+        "main(['generate', '--batch', sys.argv[1]])"
+    )
+    endless = line("endless", messages=[{"role": "user", "content": "go on"}], ignore_eos=True)
+    path = written(tmp_path, line("quick").decode(), *[endless.decode()] * 3)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, path],
+        env={**os.environ, "NULL_ENGINE_STEP_SECONDS": "0.01"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen = [json.loads(process.stdout.readline())["custom_id"] for _ in range(3)]
+    assert sorted(seen) == ["endless", "endless", "quick"]  # two of the three for being repeats
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in errors, errors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -79,6 +81,9 @@ def test_params_one_for_each(llm: LLM) -> None:
     assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 4]
     with pytest.raises(ParamError, match="2 sampling_params for 1"):
         llm.generate("a", [SHORT, SHORT])
+    for wrong in ({"max_tokens": 2}, [SHORT, None], "greedy"):
+        with pytest.raises(ParamError, match=r"must be SamplingParams, got (dict|NoneType|str)"):
+            llm.generate(["a", "b"], wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wanted", [1, 104, 105, 106, 1000])
@@ -133,6 +138,48 @@ def test_stream_yields_deltas_and_closing_aborts(llm: LLM) -> None:
         llm.generate("y", SHORT)
     stream.close()
     assert not llm._engine.has_unfinished()
+    assert llm.generate("say:on", SHORT)[0].outputs[0].text == "on"
+
+
+def test_a_second_thread_is_told_and_the_first_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, met = llm._engine.add, threading.Barrier(2)
+
+    def slow(request: Any) -> None:
+        add(request)
+        met.wait(10)  # the other thread has tried by then
+        met.wait(10)
+
+    monkeypatch.setattr(llm._engine, "add", slow)
+    texts: list[str] = []
+    first = threading.Thread(
+        target=lambda: texts.append(llm.generate("say:one", SHORT)[0].outputs[0].text)
+    )
+    first.start()
+    met.wait(10)
+    with pytest.raises(RuntimeError, match="another thread uses it"):
+        llm.generate("say:two", SHORT)
+    met.wait(10)
+    first.join(10)
+    assert texts == ["one"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_is_told_rather_than_left_waiting(llm: LLM) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("x", SHORT)
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"make one in each child" in os.read(read, 1000)
+    os.close(read)
+    os.close(write)
     assert llm.generate("say:on", SHORT)[0].outputs[0].text == "on"
 
 

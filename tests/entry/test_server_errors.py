@@ -260,7 +260,7 @@ def test_a_bad_request_harms_nobody_else(http: httpx.Client) -> None:
 
 
 def test_a_client_that_goes_away_ends_its_request(own_server: Any) -> None:
-    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.002", OCTAVO_NULL_SHUTDOWN="60")
+    server = own_server(NULL_ENGINE_STEP_SECONDS="0.002", NULL_ENGINE_SHUTDOWN="60")
     server.wait_ready()
     for stream in (True, False):
         body = {"prompt": ["x", "y"], "max_tokens": 4000, "stream": stream, "n": 2}
@@ -277,7 +277,7 @@ def test_a_client_that_goes_away_ends_its_request(own_server: Any) -> None:
 
 
 def test_loading_and_ready(own_server: Any) -> None:
-    server = own_server(OCTAVO_NULL_LOAD_SECONDS="1")
+    server = own_server(NULL_ENGINE_LOAD_SECONDS="1")
     server.wait_for(lambda status: status == 503)
     with server.http() as http:
         error = error_of(http.post(CHAT, json={"messages": USER}), 503)
@@ -289,7 +289,7 @@ def test_loading_and_ready(own_server: Any) -> None:
 
 
 def test_a_signal_while_loading(own_server: Any) -> None:
-    server = own_server(OCTAVO_NULL_LOAD_SECONDS="30")
+    server = own_server(NULL_ENGINE_LOAD_SECONDS="30")
     server.wait_for(lambda status: status == 503)
     children = server.children()
     assert server.stop() == 0 and children
@@ -297,7 +297,7 @@ def test_a_signal_while_loading(own_server: Any) -> None:
 
 
 def test_the_engine_crashes(own_server: Any) -> None:
-    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.002")
+    server = own_server(NULL_ENGINE_STEP_SECONDS="0.002")
     server.wait_ready()
     children = server.children()
     client = server.client()
@@ -316,7 +316,7 @@ def test_the_engine_crashes(own_server: Any) -> None:
 
 
 def test_requests_that_run_at_shutdown_are_finished_or_ended(own_server: Any) -> None:
-    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.002", OCTAVO_NULL_SHUTDOWN="3")
+    server = own_server(NULL_ENGINE_STEP_SECONDS="0.002", NULL_ENGINE_SHUTDOWN="3")
     server.wait_ready()
     children = server.children()
     events: dict[int, list[str]] = {100: [], 4000: []}
@@ -347,7 +347,7 @@ def test_requests_that_run_at_shutdown_are_finished_or_ended(own_server: Any) ->
 
 def test_the_second_signal_does_not_wait(own_server: Any) -> None:
     """Fault F43."""
-    server = own_server(OCTAVO_NULL_STEP_SECONDS="0.005", OCTAVO_NULL_SHUTDOWN="60")
+    server = own_server(NULL_ENGINE_STEP_SECONDS="0.005", NULL_ENGINE_SHUTDOWN="60")
     server.wait_ready()
     stream = server.client().completions.create(
         model="null", prompt="x", max_tokens=4000, stream=True
@@ -363,13 +363,13 @@ def test_the_second_signal_does_not_wait(own_server: Any) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server(own_server: Any) -> None:
-    server = own_server(OCTAVO_NULL_MODEL="no-such-model")
+    server = own_server(NULL_ENGINE_MODEL="no-such-model")
     assert server.process.wait(15) != 0
     assert "no model of that name" in server.stderr.read_text()
 
 
 def test_the_api_key(own_server: Any) -> None:
-    server = own_server(OCTAVO_NULL_OPTIONS='{"api_keys": ["other", "secret"]}')
+    server = own_server(NULL_ENGINE_OPTIONS='{"api_keys": ["other", "secret"]}')
     server.wait_ready()
     with pytest.raises(openai.AuthenticationError, match="API key"):
         server.client().models.list()

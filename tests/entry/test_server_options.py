@@ -27,8 +27,8 @@ def special(tmp_path_factory: pytest.TempPathFactory, start_server: Any) -> Iter
     }
     started = start_server(
         tmp_path_factory.mktemp("special"),
-        OCTAVO_NULL_OPTIONS=json.dumps(options),
-        OCTAVO_NULL_STALL_SECONDS="2.5",
+        NULL_ENGINE_OPTIONS=json.dumps(options),
+        NULL_ENGINE_STALL_SECONDS="2.5",
     )
     started.wait_ready()
     yield started

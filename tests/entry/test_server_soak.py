@@ -21,9 +21,9 @@ USABLE = 39  # KV blocks
 def hashing(tmp_path_factory: pytest.TempPathFactory, start_server: Any) -> Iterator[Any]:
     started = start_server(
         tmp_path_factory.mktemp("hash"),
-        OCTAVO_NULL_ENGINE="hash_engine",
-        OCTAVO_HASH_STEP_SECONDS="0.002",
-        OCTAVO_NULL_OPTIONS='{"log_level": "warning"}',
+        NULL_ENGINE_ENGINE="hash_engine",
+        HASH_ENGINE_STEP_SECONDS="0.002",
+        NULL_ENGINE_OPTIONS='{"log_level": "warning"}',
     )
     started.wait_ready()
     yield started
@@ -139,8 +139,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory, start_server: Any) -> Iterato
     """A server whose engine takes its time, so that a request can be met in each of its states."""
     started = start_server(
         tmp_path_factory.mktemp("slow"),
-        OCTAVO_NULL_ENGINE="hash_engine",
-        OCTAVO_HASH_STEP_SECONDS="0.1",
+        NULL_ENGINE_ENGINE="hash_engine",
+        HASH_ENGINE_STEP_SECONDS="0.1",
     )
     started.wait_ready()
     yield started

@@ -66,7 +66,7 @@ def drained(server: Any) -> list[str]:
 def test_tls(own_server: Any, certificate: tuple[str, str]) -> None:
     cert, key = certificate
     options = {"ssl_certfile": cert, "ssl_keyfile": key, "shutdown_seconds": 5}
-    server = own_server(OCTAVO_NULL_OPTIONS=json.dumps(options), OCTAVO_NULL_STEP_SECONDS="0.002")
+    server = own_server(NULL_ENGINE_OPTIONS=json.dumps(options), NULL_ENGINE_STEP_SECONDS="0.002")
     server.verify = ssl.create_default_context(cafile=cert)
     server.wait_ready()
     session = openai.DefaultHttpxClient(verify=server.verify)
@@ -88,13 +88,13 @@ def test_a_unix_socket(own_server: Any, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:  # a server that was killed left one
         dead.bind(str(path))
     options = json.dumps({"uds": str(path), "shutdown_seconds": 5})
-    server = own_server(OCTAVO_NULL_OPTIONS=options, OCTAVO_NULL_STEP_SECONDS="0.002")
+    server = own_server(NULL_ENGINE_OPTIONS=options, NULL_ENGINE_STEP_SECONDS="0.002")
     server.uds = str(path)
     server.wait_ready()
     with server.http() as http:
         answer = http.post(COMPLETIONS, json={"prompt": "say:hi"})
     assert answer.json()["choices"][0]["text"] == "hi"
-    second = own_server(OCTAVO_NULL_OPTIONS=options)  # a living one is not pushed aside
+    second = own_server(NULL_ENGINE_OPTIONS=options)  # a living one is not pushed aside
     assert second.process.wait(15) == 1
     assert f"cannot listen at --uds {path}" in second.stderr.read_text()
     assert drained(server)[-1] == "data: [DONE]"
@@ -126,9 +126,9 @@ def test_a_signal_under_load(own_server: Any) -> None:
     import asyncio
 
     server = own_server(
-        OCTAVO_NULL_ENGINE="hash_engine",
-        OCTAVO_HASH_STEP_SECONDS="0.01",
-        OCTAVO_NULL_OPTIONS='{"shutdown_seconds": 0.7}',
+        NULL_ENGINE_ENGINE="hash_engine",
+        HASH_ENGINE_STEP_SECONDS="0.01",
+        NULL_ENGINE_OPTIONS='{"shutdown_seconds": 0.7}',
     )
     server.wait_ready()
     children = server.children()

@@ -1,7 +1,7 @@
 """The real scheduler and engine around a model that is a hash function, for served processes.
 
 Its plans and its KV cache are audited at every step (tests/core/support.py), and its blocks whenever
-statistics are asked for: a fault ends the engine. The pool is tiny. OCTAVO_HASH_STEP_SECONDS makes
+statistics are asked for: a fault ends the engine. The pool is tiny. HASH_ENGINE_STEP_SECONDS makes
 each step slow.
 """
 
@@ -33,7 +33,7 @@ CONTEXT = 512
 class _ByteRunner(NullRunner):
     """Puts out letters, and now and then EOS."""
 
-    pause = float(os.environ.get("OCTAVO_HASH_STEP_SECONDS", "0"))
+    pause = float(os.environ.get("HASH_ENGINE_STEP_SECONDS", "0"))
 
     def execute(self, step: StepPlan) -> StepResult:
         time.sleep(self.pause)

@@ -76,7 +76,7 @@ class _Running:
 
 
 class NullEngine:
-    """`core.engine.Engine`'s surface. OCTAVO_NULL_* in the environment make it slow or fail."""
+    """`core.engine.Engine`'s surface. NULL_ENGINE_* in the environment make it slow or fail."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = ModelInfo(
@@ -102,7 +102,7 @@ class NullEngine:
         self._running: dict[str, _Running] = {}
         self._seen: set[str] = set()
         self._steps = 0
-        self._pause = float(os.environ.get("OCTAVO_NULL_STEP_SECONDS", "0"))
+        self._pause = float(os.environ.get("NULL_ENGINE_STEP_SECONDS", "0"))
 
     def add(self, request: Request) -> None:
         request.params.check_vocabulary(VOCAB)
@@ -149,7 +149,7 @@ class NullEngine:
         if "crash now" in running.text:
             os._exit(7)
         if "stall now" in running.text:
-            time.sleep(float(os.environ.get("OCTAVO_NULL_STALL_SECONDS", "3")))
+            time.sleep(float(os.environ.get("NULL_ENGINE_STALL_SECONDS", "3")))
             running.script = [EOS]
             token = EOS
         if "raise now" in running.text:
@@ -222,7 +222,7 @@ def build(config: EngineConfig, progress: Any = None, **_: Any) -> NullEngine:
         task = progress.task("loading nothing", 10)
         task.advance(10)
         task.close()
-    time.sleep(float(os.environ.get("OCTAVO_NULL_LOAD_SECONDS", "0")))
+    time.sleep(float(os.environ.get("NULL_ENGINE_LOAD_SECONDS", "0")))
     return NullEngine(config)
 
 

@@ -1,6 +1,6 @@
 """`python null_server.py PORT [served name …]`: the real server around an engine of the tests' own.
 
-OCTAVO_NULL_OPTIONS: JSON of `ServerOptions`. OCTAVO_NULL_ENGINE: the module that has the engine.
+NULL_ENGINE_OPTIONS: JSON of `ServerOptions`. NULL_ENGINE_ENGINE: the module that has the engine.
 """
 
 import importlib
@@ -12,13 +12,13 @@ from octavo.core.config import EngineConfig
 from octavo.core.entry.engine_client import EngineDeadError
 from octavo.core.entry.server.run import ServerOptions, serve
 
-engine = os.environ.get("OCTAVO_NULL_ENGINE", "null_engine")
-options = json.loads(os.environ.get("OCTAVO_NULL_OPTIONS", "{}"))
-options.setdefault("shutdown_seconds", float(os.environ.get("OCTAVO_NULL_SHUTDOWN", "1")))
+engine = os.environ.get("NULL_ENGINE_ENGINE", "null_engine")
+options = json.loads(os.environ.get("NULL_ENGINE_OPTIONS", "{}"))
+options.setdefault("shutdown_seconds", float(os.environ.get("NULL_ENGINE_SHUTDOWN", "1")))
 
 try:
     serve(
-        EngineConfig(model=os.environ.get("OCTAVO_NULL_MODEL", "null"), max_model_len=4096),
+        EngineConfig(model=os.environ.get("NULL_ENGINE_MODEL", "null"), max_model_len=4096),
         ServerOptions(port=int(sys.argv[1]), served_model_name=sys.argv[2:], **options),
         factory=f"{engine}:build",
         loader=importlib.import_module(engine).load,

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
+from tiny_models import (
+    engine,
+    everything,
+    full,
+    greedy,
+    make,
+    prompt_of,
+    reference,
+    run,
+    tokens_of,
+)
 
-from octavo.core.config import ConfigError, EngineConfig
-from octavo.core.engine import Engine
-from octavo.core.entry.wiring import build_engine
-from octavo.core.loading.errors import WeightsError
-from octavo.core.types import Request, SamplingParams, SequenceUpdate
+from octavo.core.config import ConfigError
+from octavo.core.loading.errors import ModelConfigError, WeightsError
+from octavo.core.types import Request, SamplingParams
 
-VOCAB = 101
-BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 52,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Products this small are done before a second thread has woken."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:
@@ -65,10 +50,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "small head size": ("Llama", {"head_dim": 10, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}, 20),
     "gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}, 20),
     "exact gelu": ("Llama", {"hidden_act": "gelu"}, 20),
-    "large base": ("Llama", rope("default") | {"rope_theta": 500000.0}, 20),
-    "linear rope": ("Llama", rope("linear", factor=4.0), 60),
-    "llama3 rope": ("Llama", LLAMA3, 60),
-    "yarn rope": ("Llama", YARN, 60),
+    "large base": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, 20),
+    "linear rope": ("Llama", rope("linear", factor=4.0) | {"head_dim": 32}, 60),
+    "llama3 rope": ("Llama", LLAMA3 | {"head_dim": 32}, 60),
+    "yarn rope": ("Llama", YARN | {"head_dim": 64}, 60),
     "yarn with its own factors": (
         "Llama",
         rope("yarn", factor=2.0, original_max_position_embeddings=64, beta_fast=20.0, beta_slow=2.0,
@@ -95,75 +80,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-def make(kind: str, changes: dict[str, Any]) -> Any:
-    """A random model whose logits are far enough apart for greedy tokens to be certain."""
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**BASE | changes)
-    config._attn_implementation = "eager"
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    dice = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=dice)
-            weight.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
-    return model
-
-
-def prompt_of(length: int, seed: int = 3) -> list[int]:
-    dice = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB, (length,), generator=dice).tolist()
-
-
-@torch.no_grad()
-def reference(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens, and log-probabilities [prompt + count - 1, V] of every position's successor."""
-    tokens = list(prompt)
-    for _ in range(count):
-        logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
-        tokens.append(int(logits[-1].argmax()))
-    logits = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0]
-    return tokens[len(prompt) :], torch.log_softmax(logits.double(), -1)
-
-
-def engine(folder: Path, **options: Any) -> Engine:
-    values = {"num_kv_blocks": 60, "device": "reference", "dtype": "float32", "max_logprobs": -1}
-    return build_engine(EngineConfig.from_kwargs(model=folder, **{**values, **options}))
-
-
-def run(made: Engine, *requests: Request) -> dict[str, list[SequenceUpdate]]:
-    for request in requests:
-        made.add(request)
-    updates: dict[str, list[SequenceUpdate]] = {r.id: [] for r in requests}
-    while made.has_unfinished():
-        for update in made.step():
-            updates[update.request_id].append(update)
-        made.scheduler.check()
-    return updates
-
-
-def greedy(name: str, prompt: list[int], count: int, **params: Any) -> Request:
-    values = {"temperature": 0.0, "max_tokens": count, **params}
-    return Request(id=name, prompt_token_ids=prompt, params=SamplingParams(**values))
-
-
-def tokens_of(updates: list[SequenceUpdate]) -> list[int]:
-    assert updates[-1].finish_reason in ("length", "stop"), updates[-1]
-    return [t for u in updates for t in u.token_ids]
-
-
-def full(entries: list[Any]) -> torch.Tensor:
-    """[positions, V] from entries that list the whole vocabulary."""
-    out = torch.full((len(entries), VOCAB), float("nan"), dtype=torch.float64)
-    for i, entry in enumerate(entries):
-        out[i, entry.top_ids] = torch.tensor(entry.top_logprobs, dtype=torch.float64)
-    return out
-
-
-def everything(updates: list[SequenceUpdate]) -> torch.Tensor:
-    prompt = [e for u in updates for e in u.prompt_logprobs or ()]
-    return torch.cat([full(prompt), full([e for u in updates for e in u.logprobs or ()])])
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     kind, changes, length = VARIANTS[name]
@@ -177,14 +93,6 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
         assert tokens_of(updates) == tokens
         torch.testing.assert_close(everything(updates), logprobs, atol=1e-4, rtol=0)
         made.shutdown()
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    model = make("Llama", {"max_position_embeddings": 512})
-    folder = tmp_path_factory.mktemp("llama")
-    model.save_pretrained(folder)
-    return folder, model
 
 
 def test_a_window_changes_the_answer(tmp_path: Path) -> None:
@@ -357,8 +265,11 @@ def test_old_buffers_are_tolerated(llama: tuple[Path, Any], tmp_path: Path) -> N
 
 
 def changed_config(llama: tuple[Path, Any], folder: Path, **values: Any) -> Path:
+    """A copy of the model with other settings; `...` takes one away."""
     config = json.loads((llama[0] / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not ...})
+    )
     (folder / "model.safetensors").symlink_to(llama[0] / "model.safetensors")
     return folder
 
@@ -374,6 +285,14 @@ def changed_config(llama: tuple[Path, Any], folder: Path, **values: Any) -> Path
         ({"architectures": None, "model_type": "odd"}, "none .model_type 'odd'. is not supported"),
         ({"hidden_act": "relu6"}, "hidden_act 'relu6'.*silu"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*yarn"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'linear' needs factor.*got None"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "'linear' needs factor.*got 0"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
+            "'llama3' needs low_freq_factor",
+        ),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "'default' needs rope_theta.*got '1e4'"),
+        ({"architectures": "GPT2LMHeadModel"}, "architecture GPT2LMHeadModel is not supported"),
     ],
 )
 def test_what_is_not_supported_is_said(
@@ -381,6 +300,50 @@ def test_what_is_not_supported_is_said(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         engine(changed_config(llama, tmp_path, **values))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hidden_size": ...}, "lacks 'hidden_size'"),
+        ({"num_attention_heads": ...}, "lacks 'num_attention_heads'"),
+        ({"vocab_size": ...}, "lacks 'vocab_size'"),
+        ({"intermediate_size": ...}, "lacks 'intermediate_size'"),
+        ({"hidden_size": None}, "a value that cannot be used .*NoneType"),
+        ({"hidden_size": "wide"}, "a value that cannot be used .*'wide'"),
+        ({"rms_norm_eps": "small"}, "a value that cannot be used .*'small'"),
+        ({"num_attention_heads": 0, "head_dim": None}, "a value that cannot be used"),
+        ({"rope_parameters": "llama3"}, "a value that cannot be used"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings.*at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be at least 1"),
+        ({"eos_token_id": "</s>"}, "a value that cannot be used .*'</s>'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\).*GGUF"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_a_model_error(
+    llama: tuple[Path, Any], tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    """Never a KeyError: a server tells such an error in one line and ends."""
+    with pytest.raises(ModelConfigError, match=words):
+        engine(changed_config(llama, tmp_path, **values))
+
+
+def test_eos_ids_that_are_no_tokens_mask_nothing(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """Published configs name some. With min_tokens each EOS is masked: an index beyond the logits
+    would end every request of the step, -1 would hide the last token."""
+    folder = changed_config(llama, tmp_path, eos_token_id=[5, 999, -1])
+    made = engine(folder)
+    assert made.info.eos_token_ids == (5,)
+    assert any("999" in note and "-1" in note for note in made.info.notes)
+    prompt = prompt_of(20)
+    request = Request(
+        id="r",
+        prompt_token_ids=prompt,
+        params=SamplingParams(temperature=0, max_tokens=6, min_tokens=6),
+        eos_token_ids=made.info.eos_token_ids,
+    )
+    found = run(made, request, greedy("neighbour", prompt, 6))
+    assert len(tokens_of(found["r"])) == len(tokens_of(found["neighbour"])) == 6
 
 
 @pytest.mark.parametrize(

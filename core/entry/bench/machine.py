@@ -56,16 +56,16 @@ def versions() -> dict[str, str]:
 
 
 def describe() -> dict[str, Any]:
-    """The machine and its software."""
-    import torch
-
-    return {
+    """The machine and its software; torch's threads when this process uses torch."""
+    found: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": usable_cores(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "torch_threads": torch.get_num_threads(),
         "versions": versions(),
     }
+    if (torch := sys.modules.get("torch")) is not None:
+        found["torch_threads"] = torch.get_num_threads()
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,3 +66,11 @@ def figure(
             written.append(path)
     except OSError as error:
         raise CommandFailed(f"plots cannot be written to {folder}: {error}") from error
+
+
+def colors(count: int) -> list[Any]:
+    """So many colours, all different up to twenty."""
+    import matplotlib
+
+    table = matplotlib.colormaps["tab20"]
+    return [table(i % table.N) for i in range(count)]

@@ -123,6 +123,16 @@ def _single(text: _Text, count: int, seed: int) -> list[Item]:
     return [Item(text.take(128), 128) for _ in range(count)]
 
 
+def fixed_lengths(encode: Encode, lengths: Sequence[tuple[int, int]]) -> list[Item]:
+    """A request for each (prompt, output) tokens; none begins as another.
+
+    Raises:
+        ConfigError: a prompt longer than the texts.
+    """
+    text = _Text(encode)
+    return [Item(text.take(prompt), output) for prompt, output in lengths]
+
+
 BUILT_IN: dict[str, tuple[Callable[[_Text, int, int], list[Item]], int, int]] = {
     "sharegpt": (_sharegpt, 64, SHAREGPT_SEED),
     "uniform": (_uniform, 32, 0),

@@ -90,6 +90,11 @@ def _check(options: argparse.Namespace, values: dict[str, Any]) -> None:
     if options.system is not None and not options.chat:
         raise ConfigError("--system needs --chat")
     if options.batch is None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if name in values and not options.json:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} needs --json, which has a place for it"
+                )
         return
     for name in ("prompt", "input", "json", "chat", *values):
         if name in values or getattr(options, name):
@@ -105,7 +110,7 @@ def _opened(name: str | None) -> Iterator[IO[str]]:
         yield sys.stdout
         return
     try:
-        file = Path(name).open("w", encoding="utf-8")
+        file = Path(name).open("w", encoding="utf-8")  # noqa: SIM115  # closed below
     except OSError as error:
         raise ConfigError(f"--output {name} cannot be written: {error}") from None
     with file:

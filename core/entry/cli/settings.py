@@ -70,6 +70,7 @@ def _engine_setting(field: Any) -> Setting:
         "size" if field.metadata.get("size") else kind,  # type: ignore[arg-type]
         None if field.default is MISSING else field.default,
         field.metadata.get("help", ""),
+        metavar=field.metadata.get("metavar"),
     )
 
 

@@ -1,0 +1,181 @@
+"""What the README and docs tell a reader to type, typed. `docs/cli.md` has a test of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOY = ROOT / "plugins" / "examples" / "octavo-toy"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# What continuous integration runs on a fresh clone, and what another test runs for real.
+ELSEWHERE = {
+    "make serve": "ci/newcomer",
+    "make test": ".ci/run",
+    "pip install .": "tests/test_packaging.py",
+    "octavo serve --port 8000": "tests/test_docs.py",
+    "pip install --no-deps ./plugins/examples/octavo-toy": "tests/plugins/test_third_party.py",
+    'octavo generate --device toy --prompt "Hello" --max-tokens 8': "tests/plugins/test_third_party.py",
+}
+# They need somebody to talk to, a file or a server: docs/cli.md and the client's test have them.
+TALKS = ("octavo chat", "octavo generate --batch", "curl ")
+QUICK = ("octavo devices", "octavo models", "octavo serve --help")
+
+
+def blocks(kind: str) -> list[tuple[str, str]]:
+    return [
+        (page.name, body)
+        for page in PAGES
+        if page.name != "cli.md"
+        for language, body in FENCE.findall(page.read_text("utf-8"))
+        if language == kind
+    ]
+
+
+def commands() -> list[str]:
+    lines = [line for _, body in blocks("sh") for line in body.splitlines()]
+    return sorted({line.partition("  #")[0].strip() for line in lines} - {""})
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path}
+
+
+def shortened(command: str) -> str:
+    """The same benchmark on little work: here it must run, not measure."""
+    if command.startswith("octavo bench throughput") and "--num-requests" not in command:
+        return f"{command} --num-requests 2 --max-num-seqs 2"
+    return command
+
+
+def runnable() -> Iterator[object]:
+    for command in commands():
+        if command in ELSEWHERE or command.startswith(TALKS):
+            continue
+        marks = () if command.startswith(QUICK) else pytest.mark.slow
+        yield pytest.param(command, marks=marks, id=command)
+
+
+@pytest.mark.parametrize("command", list(runnable()))
+def test_command(command: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", shortened(command)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("command", "where"), ELSEWHERE.items())
+def test_command_that_runs_elsewhere(command: str, where: str) -> None:
+    assert command in commands(), "no page has it any more"
+    script = (ROOT / where).read_text("utf-8")
+    words = ("octavo-toy", "toy", "--port", "install")
+    assert command in script or any(w in command and w in script for w in words)
+
+
+def test_the_tutorials_files_are_the_examples() -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text("utf-8")
+    for name in ("pyproject.toml", "octavo_toy.py"):
+        assert (TOY / name).read_text("utf-8").strip() in page, name
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.parent.name == "docs" or p.name == "README.md"]
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#][^)]*)\)", page.read_text("utf-8")):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        found = page.parent / path
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text("utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings]
+            assert anchor in slugs, target
+
+
+SNIPPETS = [
+    pytest.param(body, id=f"{page}-{n}")
+    for n, (page, body) in enumerate(blocks("python"))
+    if "OpenAI(" not in body and page != "plugins.md"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_python(code: str, tmp_path: Path) -> None:
+    file = tmp_path / "example.py"
+    file.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=280, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_a_plugin_page_snippet_overrides_an_op() -> None:
+    import torch
+
+    body = next(b for p, b in blocks("python") if p == "plugins.md" and "class ToyOps" in b)
+    names: dict[str, object] = {}
+    exec(body, names)
+    ops = names["ToyBackend"]().ops("toy")  # type: ignore[operator]
+    x = torch.randn(3, 8)
+    gate, up = x.chunk(2, dim=-1)
+    assert torch.allclose(ops.act_and_mul(x.clone(), "silu"), torch.nn.functional.silu(gate) * up)
+    assert torch.allclose(ops.act_and_mul(x, "gelu"), torch.nn.functional.gelu(gate) * up)
+
+
+@pytest.mark.slow
+def test_the_readmes_client_against_a_server(tmp_path: Path) -> None:
+    body = next(b for p, b in blocks("python") if p == "README.md" and "OpenAI(" in b)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    octavo = shutil.which("octavo", path=environment()["PATH"])
+    assert octavo
+    server = subprocess.Popen([octavo, "serve", "--port", str(port)], cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 200
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+        curl = next(c for c in commands() if c.startswith("curl "))
+        reply = subprocess.run(
+            ["bash", "-c", curl.replace("127.0.0.1:8000", f"127.0.0.1:{port}")],
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert "Paris" in reply.stdout, reply.stderr
+        code = body.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
+        )
+        assert "Paris" in done.stdout, done.stderr
+    finally:
+        server.terminate()
+        assert server.wait(30) == 0
