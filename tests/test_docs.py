@@ -29,8 +29,17 @@ ELSEWHERE = {
     "pip install --no-deps ./plugins/examples/octavo-toy": "tests/plugins/test_third_party.py",
     'octavo generate --device toy --prompt "Hello" --max-tokens 8': "tests/plugins/test_third_party.py",
 }
-# They need somebody to talk to, a file or a server: docs/cli.md and the client's test have them.
-TALKS = ("octavo chat", "octavo generate --batch", "curl ")
+# They need somebody to talk to, a file or a server: the tests of docs/cli.md, of the client below, of
+# `octavo bench serve` and of the server's load have them.
+TALKS = (
+    "octavo chat",
+    "octavo generate --batch",
+    "curl ",
+    "octavo bench serve --url",
+    "export PYTHONPATH=tests/fakes",
+    "NULL_ENGINE_",
+    "python tests/fakes/load.py",
+)
 QUICK = ("octavo devices", "octavo models", "octavo serve --help")
 
 
@@ -54,11 +63,18 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": path}
 
 
+LESS = {  # a benchmark on little work: here it must run, not measure
+    "octavo bench throughput": "--num-requests 2 --max-num-seqs 2",
+    "octavo bench serve": "--num-requests 2 --workload single",
+    "octavo bench latency": "--output-len 4 --repeats 1",
+    "octavo bench startup": "--repeats 1",
+}
+
+
 def shortened(command: str) -> str:
-    """The same benchmark on little work: here it must run, not measure."""
-    if command.startswith("octavo bench throughput") and "--num-requests" not in command:
-        return f"{command} --num-requests 2 --max-num-seqs 2"
-    return command
+    """The command, with less work where it is a benchmark. The last of two equal options counts."""
+    less = next((words for start, words in LESS.items() if command.startswith(start)), "")
+    return f"{command} {less}"
 
 
 def runnable() -> Iterator[object]:
