@@ -117,7 +117,15 @@ def build_engine(
 
     with phases("warm up"):
         runner = Runner(
-            backend, device, ops, plan, model, weights, kv, _vocabulary(files), len(shape.kv)
+            backend,
+            device,
+            ops,
+            plan,
+            model,
+            weights,
+            kv,
+            _vocabulary(files, shape.vocab_size),
+            len(shape.kv),
         )
     info = ModelInfo(
         name=files.name,
@@ -419,13 +427,15 @@ def context_length(
     return pool
 
 
-def _vocabulary(files: ModelFiles) -> Any:
-    """skip_special -> VocabularyIndex, loading the tokenizer when first asked."""
+def _vocabulary(files: ModelFiles, vocab_size: int) -> Any:
+    """skip_special -> VocabularyIndex, loading the tokenizer when first asked. It has an entry for each
+    of the model's logits: a tokenizer may know fewer tokens, or more."""
 
     @cache
     def index(skip_special: bool) -> VocabularyIndex:
         from octavo.core.loading.tokenizer import load_tokenizer
 
-        return VocabularyIndex(load_tokenizer(files).vocabulary_bytes(skip_special))
+        known = load_tokenizer(files).vocabulary_bytes(skip_special)[:vocab_size]
+        return VocabularyIndex(known + [b""] * (vocab_size - len(known)))
 
     return index
