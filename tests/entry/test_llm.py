@@ -6,6 +6,7 @@ import os
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from null_engine import BOS, EOS, VOCAB, NullEngine, load
 
@@ -244,6 +245,24 @@ def test_logprobs_beyond_the_limit_are_refused(llm: LLM) -> None:
     for params in (SamplingParams(logprobs=21), SamplingParams(prompt_logprobs=-1)):
         with pytest.raises(ParamError, match="at most 20"):
             llm.generate("x", params)
+
+
+@pytest.mark.parametrize(
+    ("configured", "all_of_them"), [((), (EOS,)), ((7, 5), (7, 5, EOS)), ((EOS, 7), (EOS, 7))]
+)
+def test_the_tokenizers_eos_ends_too(
+    configured: tuple[int, ...], all_of_them: tuple[int, ...]
+) -> None:
+    """Fault F22's kind: fine-tuned chat models name their end of turn in the tokenizer's files alone."""
+    config = EngineConfig(max_model_len=256)
+    engine = NullEngine(config)
+    engine.info = msgspec.structs.replace(engine.info, eos_token_ids=configured)
+    seen: list[Any] = []
+    add = engine.add
+    engine.add = lambda request: (seen.append(request), add(request))[1]  # type: ignore[method-assign]
+    made = LLM.from_parts(config, Front("null", load(config).tokenizer), engine)
+    made.generate("say:x", SHORT)
+    assert seen[0].eos_token_ids == all_of_them
 
 
 def test_ignore_eos_and_eos(llm: LLM) -> None:
