@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +14,8 @@ from null_engine import BOS, EOS, VOCAB, NullEngine, load
 
 from octavo import LLM, SamplingParams
 from octavo.core.config import ConfigError, EngineConfig
-from octavo.core.entry.front import Front
+from octavo.core.entry.front import Front, load_front
+from octavo.core.loading.errors import ModelConfigError
 from octavo.core.types import ParamError, RequestRefused
 
 SHORT = SamplingParams(max_tokens=6)
@@ -239,6 +242,25 @@ def test_defaults_come_from_the_models_generation_config() -> None:
     assert (params.temperature, params.max_tokens, params.top_p) == (0.2, 3, 1.0)
     assert len(llm.generate("x")[0].outputs[0].token_ids) == 3
     assert make().get_default_sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"top_k": 50.5}, "top_k must be a whole number"),
+        ({"repetition_penalty": -1}, "repetition_penalty must be"),
+        ({"top_p": 1.5}, "top_p must be"),
+    ],
+)
+def test_defaults_that_cannot_be_used_end_the_start(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Not every later request."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelConfigError, match=f"generation_config.json cannot be used: {words}"):
+        load_front(EngineConfig(model=str(tmp_path), cache_dir=str(tmp_path)))
 
 
 def test_logprobs_beyond_the_limit_are_refused(llm: LLM) -> None:
