@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
 
 DEFAULT_KV_BYTES = 4 << 30
 DEFAULT_KV_FRACTION = 0.5
+
+
+_engines_of: int | None = None
+"""The process that built the first engine: what a fork copies into a child."""
+
+
+def _refuse_forked() -> None:
+    """A fork takes no threads along, and the pool that computes would wait for them for ever."""
+    global _engines_of
+    _engines_of = _engines_of or os.getpid()
+    if _engines_of != os.getpid():
+        raise ConfigError(
+            f"this process was forked from one that ran an engine (process {_engines_of}), whose "
+            "threads it does not have: start it with multiprocessing's 'spawn' instead"
+        )
 
 
 @dataclass
@@ -78,6 +94,7 @@ def build_engine(
     Raises:
         ConfigError, ModelError: what was asked, what is possible, and what to change.
     """
+    _refuse_forked()
     progress = progress or SilentProgress()
     phases = Phases()
     with phases("find device"):

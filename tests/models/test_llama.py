@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -401,3 +402,23 @@ def test_a_tokenizer_may_know_fewer_tokens_or_more_than_the_model(
     assert set(tokens_of(found["forced"])) <= {80, 100}
     assert 50 not in tokens_of(found["free"]) and len(tokens_of(found["free"])) == 30
     assert len(tokens_of(found["n"])) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_forked_from_an_engines_process_is_told(llama: tuple[Path, Any]) -> None:
+    """It has none of the threads that compute, and would wait for them for ever."""
+    engine(llama[0]).shutdown()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            engine(llama[0])
+        except ConfigError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert b"forked from one that ran an engine" in os.read(read, 1000)
+    os.close(read)
+    engine(llama[0]).shutdown()
