@@ -7,6 +7,7 @@ found in a sorted table of the vocabulary's bytes, so a step looks up a few rang
 
 from __future__ import annotations
 
+import codecs
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
@@ -45,16 +46,27 @@ def _after(prefix: bytes) -> bytes:
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b""
 
 
-class BadWords:
-    """One sequence's banned words and the end of its text."""
+_LONGEST_CHARACTER = 4
 
-    def __init__(self, words: Sequence[bytes], index: VocabularyIndex) -> None:
+
+class BadWords:
+    """One sequence's banned words and the end of its text.
+
+    prompt: the prompt's ids. A character begun there and finished in the output is the output's.
+    """
+
+    def __init__(
+        self, words: Sequence[bytes], index: VocabularyIndex, prompt: Sequence[int] = ()
+    ) -> None:
         self._index = index
         self._words = list(words)
         self._always = np.unique(np.concatenate([index.containing(w) for w in words]))
         self._rest: dict[bytes, Int64] = {}
         self._keep = max(len(w) for w in words) - 1
-        self._tail = b""
+        before = b"".join(index.token_bytes[i] for i in prompt[-_LONGEST_CHARACTER:])
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(before)
+        self._tail = decoder.getstate()[0][-self._keep :] if self._keep else b""
         self._seen = 0
 
     def advance(self, output: Sequence[int]) -> None:

@@ -62,7 +62,9 @@ class DrawState:
         self.bad_words: BadWords | None = None
         if params.bad_words:
             words = [word.encode() for word in params.bad_words]
-            self.bad_words = BadWords(words, vocabulary(params.skip_special_tokens))
+            self.bad_words = BadWords(
+                words, vocabulary(params.skip_special_tokens), request.prompt_token_ids
+            )
         penalised = (
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )

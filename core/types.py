@@ -52,8 +52,8 @@ def _finite(name: str, value: float, low: float, high: float, *, open_low: bool 
     bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
     if bad or value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        span = f"{bracket}{low:g}, {high:g}]" if high < 1e30 else f"at least {low:g}"
-        raise ParamError(name, f"{name} must be a number in {span}, got {value!r}")
+        span = f"in {bracket}{low:g}, {high:g}]" if high < 1e30 else f"of at least {low:g}"
+        raise ParamError(name, f"{name} must be a number {span}, got {value!r}")
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:

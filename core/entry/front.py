@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import EngineConfig
+from octavo.core.types import ParamError, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.core.loading.files import ModelFiles
@@ -33,12 +34,21 @@ def load_front(config: EngineConfig, progress: Progress | None = None) -> Front:
     Raises:
         ModelError: there is no such model, or it is broken.
     """
+    from octavo.core.entry.inputs import sampling_defaults
     from octavo.core.entry.wiring import resolve_model
+    from octavo.core.loading.errors import ModelConfigError
     from octavo.core.loading.hf_config import load_generation_config
     from octavo.core.loading.tokenizer import load_tokenizer
 
     files = resolve_model(config, progress)
-    return Front(files.name, load_tokenizer(files), load_generation_config(files), files)
+    generation_config = load_generation_config(files)
+    try:  # else every request without parameters of its own would fail
+        SamplingParams(**sampling_defaults(generation_config))
+    except ParamError as error:
+        raise ModelConfigError(
+            f"{files.path / 'generation_config.json'} cannot be used: {error}"
+        ) from None
+    return Front(files.name, load_tokenizer(files), generation_config, files)
 
 
 def load_progress(config: EngineConfig) -> Progress:

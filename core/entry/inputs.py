@@ -83,6 +83,7 @@ class InputProcessor:
 
     Args:
         max_model_len: tokens of prompt and output together.
+        eos_token_ids: those that the model's configs name; the tokenizer's own is one more.
         max_logprobs: most logprobs a request may ask for; -1: no limit.
         defaults: what `default_params` starts from.
     """
@@ -100,7 +101,9 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
+        own = tokenizer.eos_token_id  # a chat model's may stand in no other file
+        ends = eos_token_ids if own is None or own >= vocab_size else (*eos_token_ids, own)
+        self.eos_token_ids = tuple(dict.fromkeys(ends))
         self.max_logprobs = max_logprobs
         self.defaults = dict(defaults)
         self._numbers = itertools.count()

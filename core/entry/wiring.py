@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
 
 DEFAULT_KV_BYTES = 4 << 30
 DEFAULT_KV_FRACTION = 0.5
+
+
+_engines_of: int | None = None
+"""The process that built the first engine: what a fork copies into a child."""
+
+
+def _refuse_forked() -> None:
+    """A fork takes no threads along, and the pool that computes would wait for them for ever."""
+    global _engines_of
+    _engines_of = _engines_of or os.getpid()
+    if _engines_of != os.getpid():
+        raise ConfigError(
+            f"this process was forked from one that ran an engine (process {_engines_of}), whose "
+            "threads it does not have: start it with multiprocessing's 'spawn' instead"
+        )
 
 
 @dataclass
@@ -78,6 +94,7 @@ def build_engine(
     Raises:
         ConfigError, ModelError: what was asked, what is possible, and what to change.
     """
+    _refuse_forked()
     progress = progress or SilentProgress()
     phases = Phases()
     with phases("find device"):
@@ -117,7 +134,15 @@ def build_engine(
 
     with phases("warm up"):
         runner = Runner(
-            backend, device, ops, plan, model, weights, kv, _vocabulary(files), len(shape.kv)
+            backend,
+            device,
+            ops,
+            plan,
+            model,
+            weights,
+            kv,
+            _vocabulary(files, shape.vocab_size),
+            len(shape.kv),
         )
     info = ModelInfo(
         name=files.name,
@@ -420,13 +445,15 @@ def context_length(
     return pool
 
 
-def _vocabulary(files: ModelFiles) -> Any:
-    """skip_special -> VocabularyIndex, loading the tokenizer when first asked."""
+def _vocabulary(files: ModelFiles, vocab_size: int) -> Any:
+    """skip_special -> VocabularyIndex, loading the tokenizer when first asked. It has an entry for each
+    of the model's logits: a tokenizer may know fewer tokens, or more."""
 
     @cache
     def index(skip_special: bool) -> VocabularyIndex:
         from octavo.core.loading.tokenizer import load_tokenizer
 
-        return VocabularyIndex(load_tokenizer(files).vocabulary_bytes(skip_special))
+        known = load_tokenizer(files).vocabulary_bytes(skip_special)[:vocab_size]
+        return VocabularyIndex(known + [b""] * (vocab_size - len(known)))
 
     return index

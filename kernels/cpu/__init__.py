@@ -127,7 +127,7 @@ def force_isa(name: str) -> None:
 
 # --- threads ---
 
-_threading = "serial: set_threads() was not called"
+_threading = "serial until an engine starts"
 
 
 def threading() -> str:

@@ -72,6 +72,29 @@ def test_text_never_contains_a_word(data: st.DataObject) -> None:
         assert not any(word in text for word in banned)
 
 
+def test_a_character_begun_in_the_prompt_counts() -> None:
+    """Streamed text begins with the character that the prompt's last bytes left open."""
+    table = [
+        b"\xc3",
+        b"\xa9",
+        b"\xa9t",
+        b"t",
+        b"caf",
+        "\u00e9".encode(),
+        b"\xf0\x9f",
+        b"\x99",
+        b"\x82",
+    ]
+    index = VocabularyIndex(table)
+    word = "\u00e9".encode()
+    assert sorted(BadWords([word], index, [4, 0]).banned().tolist()) == [1, 2, 5]
+    assert sorted(BadWords([word], index, [4, 5]).banned().tolist()) == [5]
+    assert sorted(BadWords([b"t"], index, [0]).banned().tolist()) == [2, 3]
+    smile = BadWords(["\U0001f642".encode()], index, [3, 6])
+    smile.advance([7])
+    assert smile.banned().tolist() == [8]
+
+
 @pytest.mark.parametrize("prefix", [b"\xff", b"\xff\xff", b"a\xff", b"a", b"\x00"])
 def test_prefix_ranges_at_the_edge_of_a_byte(prefix: bytes) -> None:
     table = [b"", b"a", b"a\xfe", b"a\xff", b"a\xffz", b"b", b"\xfe", b"\xff", b"\xff\x00", b"\xff\xff", b"\xff\xff\xff", b"\x00", b"\x00\x01"]  # fmt: skip

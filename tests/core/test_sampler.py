@@ -416,7 +416,7 @@ def test_when_nothing_is_allowed_the_draw_fails_alone() -> None:
     logits = distinct_logits(4, rows=2)
     index = VocabularyIndex([bytes([65 + i]) for i in range(V)])
     using = sampler(lambda skip: index)
-    stuck = sequence(allowed_token_ids=[3], bad_words=["D"])
+    stuck = sequence([1, 2], allowed_token_ids=[3], bad_words=["D"])
     tokens = draw(logits, stuck, sequence(), using=using).tokens.tolist()
     assert tokens == [-1, int(logits[1].argmax())]
 

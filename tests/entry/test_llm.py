@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from null_engine import BOS, EOS, VOCAB, NullEngine, load
 
 from octavo import LLM, SamplingParams
 from octavo.core.config import ConfigError, EngineConfig
-from octavo.core.entry.front import Front
+from octavo.core.entry.front import Front, load_front
+from octavo.core.loading.errors import ModelConfigError
 from octavo.core.types import ParamError, RequestRefused
 
 SHORT = SamplingParams(max_tokens=6)
@@ -240,10 +244,47 @@ def test_defaults_come_from_the_models_generation_config() -> None:
     assert make().get_default_sampling_params() == SamplingParams()
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"top_k": 50.5}, "top_k must be a whole number"),
+        ({"repetition_penalty": -1}, "repetition_penalty must be"),
+        ({"top_p": 1.5}, "top_p must be"),
+    ],
+)
+def test_defaults_that_cannot_be_used_end_the_start(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Not every later request."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelConfigError, match=f"generation_config.json cannot be used: {words}"):
+        load_front(EngineConfig(model=str(tmp_path), cache_dir=str(tmp_path)))
+
+
 def test_logprobs_beyond_the_limit_are_refused(llm: LLM) -> None:
     for params in (SamplingParams(logprobs=21), SamplingParams(prompt_logprobs=-1)):
         with pytest.raises(ParamError, match="at most 20"):
             llm.generate("x", params)
+
+
+@pytest.mark.parametrize(
+    ("configured", "all_of_them"), [((), (EOS,)), ((7, 5), (7, 5, EOS)), ((EOS, 7), (EOS, 7))]
+)
+def test_the_tokenizers_eos_ends_too(
+    configured: tuple[int, ...], all_of_them: tuple[int, ...]
+) -> None:
+    """Fault F22's kind: fine-tuned chat models name their end of turn in the tokenizer's files alone."""
+    config = EngineConfig(max_model_len=256)
+    engine = NullEngine(config)
+    engine.info = msgspec.structs.replace(engine.info, eos_token_ids=configured)
+    seen: list[Any] = []
+    add = engine.add
+    engine.add = lambda request: (seen.append(request), add(request))[1]  # type: ignore[method-assign]
+    made = LLM.from_parts(config, Front("null", load(config).tokenizer), engine)
+    made.generate("say:x", SHORT)
+    assert seen[0].eos_token_ids == all_of_them
 
 
 def test_ignore_eos_and_eos(llm: LLM) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import (
+    VOCAB,
     engine,
     everything,
     full,
@@ -374,3 +377,48 @@ def test_a_small_cache_shortens_the_context_and_says_so(llama: tuple[Path, Any])
 def test_many_sequences_still_leave_rows_for_prompts(llama: tuple[Path, Any]) -> None:
     made = engine(llama[0], max_num_seqs=700)
     assert made.scheduler.limits.max_logits_rows > 700
+
+
+@pytest.mark.parametrize("known", [60, VOCAB, 140])
+def test_a_tokenizer_may_know_fewer_tokens_or_more_than_the_model(
+    llama: tuple[Path, Any], tmp_path: Path, known: int
+) -> None:
+    """Published checkpoints pad their logits, or add tokens beyond them: a banned word must neither
+    reach past the last logit nor stumble over a token that has no spelling."""
+    folder = changed_config(llama, tmp_path)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    letters = (alphabet[94:] + alphabet[:94])[-known:]  # ASCII last
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, [])
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    words = [letters[50], letters[-1], letters[51] + letters[52]]
+    made = engine(folder)
+    forced = greedy("forced", [70], 4, bad_words=words, allowed_token_ids=[80, 100])
+    found = run(
+        made, forced, greedy("free", prompt_of(9), 30, bad_words=words), greedy("n", [1], 4)
+    )
+    assert set(tokens_of(found["forced"])) <= {80, 100}
+    assert 50 not in tokens_of(found["free"]) and len(tokens_of(found["free"])) == 30
+    assert len(tokens_of(found["n"])) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_forked_from_an_engines_process_is_told(llama: tuple[Path, Any]) -> None:
+    """It has none of the threads that compute, and would wait for them for ever."""
+    engine(llama[0]).shutdown()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            engine(llama[0])
+        except ConfigError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert b"forked from one that ran an engine" in os.read(read, 1000)
+    os.close(read)
+    engine(llama[0]).shutdown()

@@ -1,0 +1,120 @@
+"""Random models, requests and limits on the CPU kernels: chunks, preemption, prefix hits, samples, windows.
+
+Each case is drawn from its number, so a failure repeats.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tiny_models import engine, full, greedy, make, prompt_of, reference, run, tokens_of
+
+from octavo.core.types import SequenceUpdate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32},
+]  # fmt: skip
+
+
+def random_model(dice: random.Random, kind: str) -> Any:
+    heads, kv_heads = dice.choice([(4, 2), (4, 4), (6, 2), (8, 1)])
+    size = dice.choice([8, 16, 32])
+    changes: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": heads * size,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": dice.random() < 0.5,
+        "intermediate_size": dice.choice([17, 52, 64]),
+        "num_hidden_layers": dice.choice([2, 3]),
+    }
+    if kind == "Llama":
+        changes["head_dim"] = dice.choice([8, 24, 64])
+        changes["rope_parameters"] = dice.choice(ROPES) | {"rope_theta": 10000.0}
+    elif kind == "Mistral":
+        changes["sliding_window"] = dice.choice([1, 5, 16, 17, 33])
+    else:
+        changes |= {"use_sliding_window": True, "sliding_window": dice.choice([3, 16, 40]),
+                    "max_window_layers": dice.choice([0, 1])}  # fmt: skip
+    return make(kind, changes)
+
+
+def sample_of(updates: list[SequenceUpdate], index: int) -> list[SequenceUpdate]:
+    return [u for u in updates if u.index == index]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2"])
+@pytest.mark.parametrize("case", range(3))
+def test_greedy_tokens_are_those_of_transformers(kind: str, case: int, tmp_path: Path) -> None:
+    dice = random.Random(f"{kind} {case}")
+    model = random_model(dice, kind)
+    model.save_pretrained(tmp_path)
+    tight = case < 2
+    made = engine(
+        tmp_path,
+        device="cpu",
+        num_kv_blocks=7 if tight else 200,
+        block_size=16 if tight else dice.choice([16, 32, 48]),
+        max_num_batched_tokens=dice.choice([5, 16, 33]) if tight else dice.choice([3, 512]),
+        max_num_seqs=dice.choice([4, 8]),
+    )
+    common = prompt_of(100, seed=case)
+    shared = [0, 16, 20, 35] if tight else [20, 49, 97]
+    requests = []
+    for i in range(6):
+        prompt = common[: dice.choice(shared)] + prompt_of(dice.randint(1, 8), seed=i)
+        requests.append(
+            greedy(f"r{i}", prompt, dice.randint(20, 40), n=dice.choice([1, 1, 2]), logprobs=-1,
+                   prompt_logprobs=-1 if dice.random() < 0.3 else None)
+        )  # fmt: skip
+    first = run(made, *requests)
+    second = run(made, *(msgspec.structs.replace(r, id=r.id + " again") for r in requests))
+    for r in requests:
+        tokens, logprobs = reference(model, r.prompt_token_ids, r.params.max_tokens or 0)
+        behind = len(r.prompt_token_ids) - 1
+        for updates in (first[r.id], second[r.id + " again"]):
+            for index in range(r.params.n):
+                mine = sample_of(updates, index)
+                assert tokens_of(mine) == tokens
+                got = full([e for u in mine for e in u.logprobs or ()])
+                torch.testing.assert_close(got, logprobs[behind:], atol=2e-4, rtol=1e-4)
+            entries = [e for u in updates for e in u.prompt_logprobs or ()]
+            if r.params.prompt_logprobs is not None and behind:
+                torch.testing.assert_close(full(entries), logprobs[:behind], atol=2e-4, rtol=1e-4)
+    stats = made.stats()
+    assert (stats.preemptions > 0) == tight
+    assert stats.prefix_hit_tokens > 0 and stats.kv_blocks_used == 0
+    made.shutdown()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "half"])
+def test_half_precision_is_no_further_from_float32_than_transformers_own(
+    llama: tuple[Path, Any], dtype: str, kv_dtype: str
+) -> None:
+    """Every position's whole distribution over a prompt, in chunks; the cache alone in half, or all."""
+    folder, model = llama
+    dtype = kv_dtype if dtype == "half" else dtype
+    prompt = prompt_of(100)
+    exact = reference(model, prompt, 1)[1][:-1]
+    theirs = reference(copy.deepcopy(model).to(getattr(torch, kv_dtype)), prompt, 1)[1][:-1]
+    made = engine(
+        folder, device="cpu", dtype=dtype, kv_cache_dtype=kv_dtype, max_num_batched_tokens=24
+    )
+    assert (made.info.dtype, made.info.kv_dtype) == (dtype, kv_dtype)
+    updates = run(made, greedy("r", prompt, 1, prompt_logprobs=-1))["r"]
+    got = full([e for u in updates for e in u.prompt_logprobs or ()])
+    ours, bound = (got - exact).abs(), (theirs - exact).abs()
+    assert 0 < ours.mean() < 1.2 * bound.mean() and ours.max() < 1.5 * bound.max()
+    assert got.exp().sum(-1).sub(1).abs().max() < 1e-3
