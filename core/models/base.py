@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from octavo.core.config import ConfigError, nearest
+from octavo.core.config import ConfigError
 from octavo.core.contract import Ctx, KVSpec, ModelShape, Ops
 from octavo.core.layers.module import Module
 
@@ -66,9 +66,8 @@ def model_class(config: Mapping[str, Any], known: Mapping[str, str] = ARCHITECTU
             found: type[Model] = getattr(import_module(module), attribute)
             return found
     asked = ", ".join(map(str, names)) or f"none (model_type {config.get('model_type')!r})"
-    hint = nearest(str(names[0]), known) if names else ""
     raise ConfigError(
-        f"architecture {asked} is not supported{hint}; supported: {', '.join(sorted(known))}"
+        f"architecture {asked} is not supported; supported: {', '.join(sorted(known))}"
     )
 
 
