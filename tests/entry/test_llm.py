@@ -275,7 +275,7 @@ def test_logprobs_beyond_the_limit_are_refused(llm: LLM) -> None:
 def test_the_tokenizers_eos_ends_too(
     configured: tuple[int, ...], all_of_them: tuple[int, ...]
 ) -> None:
-    """Fault F22's kind: fine-tuned chat models name their end of turn in the tokenizer's files alone."""
+    """Fine-tuned chat models often name their end of turn in the tokenizer's files alone."""
     config = EngineConfig(max_model_len=256)
     engine = NullEngine(config)
     engine.info = msgspec.structs.replace(engine.info, eos_token_ids=configured)
