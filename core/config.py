@@ -104,6 +104,10 @@ class EngineConfig:
     scheduling_policy: str = field(
         default="priority", metadata={"help": "priority (ties first come first served) or fcfs"}
     )
+    batch_invariant: bool = field(
+        default=False,
+        metadata={"help": "bit-equal logits whatever shares the step, where the device offers it"},
+    )
     threads: int | None = field(
         default=None, metadata={"help": "CPU threads; default: the cores this process may use"}
     )

@@ -78,7 +78,7 @@ class Capabilities:
     quantization: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     seeded_sampling: bool = True  # the device draws from (seed, output index, vocabulary id)
-    batch_invariant: bool = False
+    batch_invariant: bool = False  # can give a row the same bits alone and in any batch
     ops: Mapping[str, str] = field(
         default_factory=dict
     )  # op -> what runs it ("portable", "c++ avx512", …)
@@ -138,6 +138,7 @@ class Limits:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     threads: int | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

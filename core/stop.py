@@ -11,7 +11,7 @@ class StopChecker:
     Of several matches the one that ends first wins, because generation stops there; of those that
     end at the same character, the longest. So the outcome does not depend on how the text is cut
     into pieces. Held back is only the longest end of the text that is the beginning of a stop
-    string (fault F20 of fixed-length hold-back: nothing streams before the stop's length).
+    string, so that text streams before a stop's length is reached.
 
     include_stop: whether the text given out ends with the stop string or before it.
     Raises ValueError for an empty stop string.

@@ -83,6 +83,9 @@ class CpuBackend(Backend):
     device_types = ("cpu",)
     priority = 10
 
+    def __init__(self) -> None:
+        self._batch_invariant = False
+
     def probe(self) -> Probe:
         if find_spec("torch") is None:
             return Probe(reason="torch is not installed")
@@ -121,6 +124,7 @@ class CpuBackend(Backend):
             block_sizes=tuple(range(lib.BLOCK_MULTIPLE, 257, lib.BLOCK_MULTIPLE)),
             head_sizes=(lib.HEAD_MULTIPLE, 256, lib.HEAD_MULTIPLE),
             swap=True,
+            batch_invariant=True,
             ops={
                 "linear": "torch (oneDNN, weights packed at load)",
                 "embedding": "torch",
@@ -145,6 +149,7 @@ class CpuBackend(Backend):
     def start(self, device: str, limits: Limits) -> None:
         import torch
 
+        self._batch_invariant = limits.batch_invariant
         lib = kernels()
         threads = limits.threads or lib.core_count()
         if torch.get_num_threads() != threads:
@@ -157,4 +162,4 @@ class CpuBackend(Backend):
             return super().ops(device)
         from octavo.backends.cpu.ops import CpuOps, packs_weights
 
-        return CpuOps(native_dtypes() if packs_weights() else ())
+        return CpuOps(native_dtypes() if packs_weights() else (), self._batch_invariant)

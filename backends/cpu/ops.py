@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from octavo.core.ops import DTYPES, TorchInputs
 from octavo.kernels import cpu as lib
@@ -36,6 +37,10 @@ def _steps(meta: TorchInputs) -> dict[Any, Any]:
     return steps
 
 
+TILE = 32
+"""Rows of a matrix product in batch-invariant mode."""
+
+
 def packs_weights() -> bool:
     """Whether oneDNN is there to lay out weights for its matrix products."""
     built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
@@ -48,11 +53,14 @@ class CpuOps(Ops):
     Args:
         packed_dtypes: dtypes in which linear weights take oneDNN's blocked layout. Against torch's
             `F.linear` its products are up to four times as fast at 2 to 32 rows, and faster at all.
+        batch_invariant: cut every product into tiles of `TILE` rows, padded, so that a row is computed
+            by the same instructions whatever shares its step. The other kernels are so by themselves.
     """
 
     device = "cpu"
 
-    def __init__(self, packed_dtypes: Sequence[str] = ()) -> None:
+    def __init__(self, packed_dtypes: Sequence[str] = (), batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
         self._packed = frozenset(DTYPES[name] for name in packed_dtypes)
         self._reorder = torch.ops.mkldnn._reorder_linear_weight if packed_dtypes else None
         self._product = torch.ops.mkldnn._linear_pointwise if packed_dtypes else None
@@ -83,10 +91,20 @@ class CpuOps(Ops):
         reduce: Literal["sum"] | None = None,
         lora: Any = None,
     ) -> torch.Tensor:
-        if self._product is None or not weight.is_mkldnn:
-            return super().linear(x, weight, bias=bias, reduce=reduce, lora=lora)
         if lora is not None:
             raise ValueError("the CPU's linear op has no LoRA")
+        if not self._batch_invariant:
+            return self._multiply(x, weight, bias)
+        rows = x.shape[0]
+        padded = F.pad(x, (0, 0, 0, -rows % TILE))
+        tiles = [self._multiply(tile, weight, bias) for tile in torch.split(padded, TILE)]
+        return torch.cat(tiles)[:rows] if tiles else self._multiply(x, weight, bias)
+
+    def _multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self._product is None or not weight.is_mkldnn:
+            return F.linear(x, weight, bias)
         product: torch.Tensor = self._product(x, weight, bias, "none", [], "")
         return product
 

@@ -289,6 +289,7 @@ def _limits(
         dtype=dtype,
         kv_dtype=kv_dtype,
         threads=config.threads,
+        batch_invariant=config.batch_invariant,
     )
 
 
@@ -298,6 +299,8 @@ def _validated(
     """A backend proposes a plan; this says whether it can be carried out."""
     capabilities = backend.capabilities(device)
     who = f"backend {backend.name!r} on {device}"
+    if config.batch_invariant and not capabilities.batch_invariant:
+        raise ConfigError(f"{who} does not offer --batch-invariant; leave it out")
     if plan.block_size not in capabilities.block_sizes:
         sizes = ", ".join(map(str, capabilities.block_sizes))
         raise ConfigError(

@@ -51,7 +51,7 @@ def bytewise(text: str, reason: Any = "length") -> list[SequenceUpdate]:
 
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_deltas_never_hold_half_a_character(logprobs: int | None) -> None:
-    """Fault F18: a text of multi-byte characters, one byte a token."""
+    """A text of multi-byte characters, one byte a token."""
     text = "散効客单价🙂👩‍👩‍👧"
     outputs, _ = drive(make(output_kind=DELTA, logprobs=logprobs), bytewise(text))
     deltas = [output.outputs[0].text for output in outputs]
@@ -73,7 +73,7 @@ def test_cumulative_and_final_outputs_agree() -> None:
 def test_a_stop_string_ends_the_sample_where_it_begins(
     include: bool, kind: RequestOutputKind
 ) -> None:
-    """Fault F19: the stop may end inside a token and span several."""
+    """The stop may end inside a token and span several."""
     processor = make(stop=["Pari"], include_stop_str_in_output=include, output_kind=kind)
     outputs, aborts = drive(
         processor, [update(ids_of("in P")), update(ids_of("aris, ")), update(ids_of("France"))]
@@ -98,7 +98,6 @@ def test_a_stop_inside_one_multi_byte_token() -> None:
 
 
 def test_only_what_could_begin_a_stop_is_held_back() -> None:
-    """Fault F20."""
     processor = make(stop=["\n\nObservation:"], output_kind=DELTA)
     outputs, _ = drive(processor, bytewise("Hello\nworld\n"))
     deltas = [o.outputs[0].text for o in outputs]
@@ -144,7 +143,7 @@ def test_one_sample_of_three_stops_and_the_others_go_on() -> None:
 
 
 def test_logprobs_put_the_chosen_token_first_and_name_no_token_twice() -> None:
-    """Faults F12 and F13: logprobs=0 is the chosen token alone."""
+    """logprobs=0 is the chosen token alone."""
     a, b, c = ids_of("abc")
     entry = TokenLogprobs(b, -1.5, 2, [a, b], [-0.5, -1.5])
     processor = make(logprobs=2, output_kind=FINAL)

@@ -95,7 +95,7 @@ def test_leaving_the_loop_or_cancelling_aborts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_abort_by_name_ends_with_a_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault F34: names are the callers', and two requests may share one."""
+    """Names are the callers', and two requests may share one."""
     monkeypatch.setenv("NULL_ENGINE_STEP_SECONDS", "0.001")
 
     async def body(llm: AsyncLLM) -> None:

@@ -68,7 +68,6 @@ def test_forms_of_one_prompt(llm: LLM, prompt: Any) -> None:
     ],
 )
 def test_wrong_prompts_are_refused_before_anything_runs(llm: LLM, prompts: Any, word: str) -> None:
-    """Fault F33."""
     with pytest.raises(ParamError, match=word):
         llm.generate(prompts, SHORT)
     assert not llm._engine.has_unfinished()
@@ -92,14 +91,12 @@ def test_params_one_for_each(llm: LLM) -> None:
 
 @pytest.mark.parametrize("wanted", [1, 104, 105, 106, 1000])
 def test_length_is_what_was_asked_or_what_fits(llm: LLM, wanted: int) -> None:
-    """Fault F23."""
     [output] = llm.generate([[40] * 151], SamplingParams(max_tokens=wanted))
     assert len(output.outputs[0].token_ids) == min(wanted, 256 - 151)
     assert output.outputs[0].finish_reason == "length"
 
 
 def test_too_long_a_prompt_is_refused_with_the_numbers(llm: LLM) -> None:
-    """Fault F24."""
     with pytest.raises(RequestRefused, match=r"256 tokens.*256"):
         llm.generate([[40] * 256], SHORT)
     for keep, left in ((10, 10), (-1, 250)):
@@ -194,7 +191,6 @@ def test_stop_string_aborts_in_the_engine(llm: LLM) -> None:
 
 
 def test_chat_has_exactly_one_bos(llm: LLM) -> None:
-    """Fault F41."""
     talk = [{"role": "user", "content": "say:yes"}]
     [output] = llm.chat(talk, SHORT)
     assert output.prompt_token_ids.count(BOS) == 1
@@ -214,7 +210,6 @@ def test_chat_has_exactly_one_bos(llm: LLM) -> None:
 def test_text_that_brings_its_own_bos_is_reported(
     llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fault F41."""
     [output] = llm.generate("<s>hello", SHORT)
     assert output.prompt_token_ids[:2] == [BOS, BOS]
     assert "two BOS" in caplog.text

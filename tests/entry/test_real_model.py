@@ -40,7 +40,6 @@ def test_the_capital_of_france(real: openai.OpenAI) -> None:
 
 
 def test_streamed_logprobs_equal_those_at_once(real: openai.OpenAI) -> None:
-    """Fault F14."""
     options: dict[str, Any] = {
         "seed": 7,
         "temperature": 1,
@@ -61,7 +60,6 @@ def test_streamed_logprobs_equal_those_at_once(real: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("length", [15, 16, 17, 33])
 def test_echo_gives_logprobs_of_cached_blocks_too(real: openai.OpenAI, length: int) -> None:
-    """Fault F10."""
     ids = [1000 + 7 * i for i in range(length)]
     options: dict[str, Any] = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 2}
     first, second = (complete(real, **options).choices[0].logprobs for _ in range(2))
@@ -72,7 +70,6 @@ def test_echo_gives_logprobs_of_cached_blocks_too(real: openai.OpenAI, length: i
 
 
 def test_logprobs_are_the_models_own_whatever_the_sampling(real: openai.OpenAI) -> None:
-    """Faults F11 and F13."""
     seen = []
     for sampling in ({}, {"temperature": 0.5}, {"temperature": 1}):
         answer = complete(
@@ -92,7 +89,6 @@ def test_logprobs_are_the_models_own_whatever_the_sampling(real: openai.OpenAI) 
 
 @pytest.mark.parametrize("wanted", [1, 15, 16, 17])
 def test_lengths(real: openai.OpenAI, wanted: int) -> None:
-    """Faults F22 and F23."""
     answer = complete(real, prompt=[2000] * 240, max_tokens=wanted, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == min(wanted, 16)
     assert answer.usage.prompt_tokens == 240
@@ -100,7 +96,6 @@ def test_lengths(real: openai.OpenAI, wanted: int) -> None:
 
 
 def test_a_prompt_beyond_the_context(real: openai.OpenAI) -> None:
-    """Fault F24."""
     with pytest.raises(openai.BadRequestError, match="256"):
         complete(real, prompt=[2000] * 256)
     extra = {"truncate_prompt_tokens": -1}
@@ -109,7 +104,6 @@ def test_a_prompt_beyond_the_context(real: openai.OpenAI) -> None:
 
 
 def test_cache_salts_keep_prefixes_apart(real: openai.OpenAI) -> None:
-    """Fault F08."""
 
     def cached(salt: str | None) -> int:
         extra = {} if salt is None else {"cache_salt": salt}
@@ -120,7 +114,6 @@ def test_cache_salts_keep_prefixes_apart(real: openai.OpenAI) -> None:
 
 
 def test_refusals_leave_others_alone(real: openai.OpenAI) -> None:
-    """Fault F32."""
     bad = [{"191222": -100}, {"AI": -100}, {"-1": 1}, {"5": 1e9}]
 
     def one(bias: dict[str, float] | None) -> Any:

@@ -81,7 +81,6 @@ def test_usage_in_every_chunk(http: httpx.Client) -> None:
 
 
 def test_chat_logprobs_streamed_equal_those_at_once(client: openai.OpenAI) -> None:
-    """Fault F14."""
     options: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "seed": 1}
     whole = chat(client, **options).choices[0].logprobs.content
     streamed = []
@@ -92,11 +91,10 @@ def test_chat_logprobs_streamed_equal_those_at_once(client: openai.OpenAI) -> No
     assert b"".join(bytes(e.bytes) for e in whole) == TEXT.encode() + b"</s>"
     assert all(len(e.top_logprobs) == 3 for e in whole)
     assert whole[1].token == "bytes:\\xc3"  # half of é
-    assert min(t.logprob for e in whole for t in e.top_logprobs) == -9999.0  # fault F11
+    assert min(t.logprob for e in whole for t in e.top_logprobs) == -9999.0
 
 
 def test_zero_logprobs_are_not_none(client: openai.OpenAI) -> None:
-    """Fault F12."""
     legacy = complete(client, logprobs=0).choices[0].logprobs
     assert len(legacy.tokens) == len(TEXT.encode()) + 1
     assert all(p == -0.5 for p in legacy.token_logprobs)
@@ -112,7 +110,6 @@ def test_zero_logprobs_are_not_none(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs(client: openai.OpenAI, stream: bool) -> None:
-    """Faults F10 and F11."""
     options: dict[str, Any] = {"echo": True, "logprobs": 2, "n": 2}
     answer = complete(client, stream=stream, **options)
     if stream:
@@ -168,7 +165,6 @@ def test_completions_stop_at_16_tokens_and_chat_goes_on(client: openai.OpenAI) -
 
 @pytest.mark.parametrize("stop", ["own f", ["zzz", "own f"]])
 def test_stop_strings(client: openai.OpenAI, stop: Any) -> None:
-    """Fault F19."""
     answer = complete(client, prompt="x", stop=stop)
     assert answer.choices[0].text == "The quick br"
     assert answer.choices[0].stop_reason == "own f"
@@ -176,7 +172,6 @@ def test_stop_strings(client: openai.OpenAI, stop: Any) -> None:
 
 
 def test_stop_strings_hold_back_only_what_could_match(http: httpx.Client) -> None:
-    """Fault F20."""
     body = {"prompt": "x", "max_tokens": 20, "stop": "\n\nObservation:", "stream": True}
     events = http.post("/v1/completions", json=body).text.split("\n\n")
     first = json.loads(events[0][6:])["choices"][0]
@@ -195,7 +190,7 @@ def test_vllm_extras(client: openai.OpenAI) -> None:
     answer = chat(client, extra_body={"prompt_logprobs": 1})
     assert answer.prompt_logprobs[0] is None and len(answer.prompt_logprobs) > 10
     answer = chat(client, extra_body={"cache_salt": "mine"})
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0  # fault F08
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_chat_continues_a_message(client: openai.OpenAI) -> None:
@@ -252,7 +247,7 @@ def test_many_at_once(client: openai.OpenAI) -> None:
 
 
 def test_tokenize_and_detokenize(http: httpx.Client, client: openai.OpenAI) -> None:
-    """Fault F41: /tokenize shows the ids that chat uses."""
+    """/tokenize shows the ids that chat uses."""
     got = http.post("/tokenize", json={"messages": USER, "return_token_strs": True}).json()
     assert got["count"] == len(got["tokens"]) == chat(client).usage.prompt_tokens
     assert got["tokens"].count(1) == 1 and got["token_strs"][0] == "<s>"
@@ -270,7 +265,7 @@ def test_health_and_version(http: httpx.Client) -> None:
 
 
 def test_request_ids_are_labels_only(http: httpx.Client) -> None:
-    """Fault F34: two requests may bring the same id, and each gets it back."""
+    """Two requests may bring the same id, and each gets it back."""
     body = {"prompt": "say:one", "n": 2, "request_id": "same"}
 
     def one(_: int) -> httpx.Response:

@@ -27,7 +27,6 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        # Fault F33.
         ({"prompt": -1}, "prompt"),
         ({"prompt": [[-1]]}, "prompt"),
         ({"prompt": [259]}, "prompt"),
@@ -51,14 +50,13 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"prompt": "x", "min_tokens": 20}, "min_tokens"),
         ({"prompt": "x" * 5000}, "prompt"),
         ({"prompt": "x", "truncate_prompt_tokens": 5000}, "truncate_prompt_tokens"),
-        # Fault F32.
         ({"prompt": "x", "logit_bias": {"191222": -100}}, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"AI": -100}}, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"5": 1e9}}, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"5": "NaN"}}, "logit_bias"),
         ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
-        # Fault F14: what is not there is not ignored.
+        # What is not there is not ignored.
         ({"prompt": "x", "suffix": "end"}, "suffix"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
@@ -67,7 +65,6 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "x", "stream": True, "stream_options": {"usage": 1}}, "stream_options.usage"),
         ({"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
-        # Fault F08.
         ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
         ({"prompt": "x", "priority": 2**70}, "priority"),
         ({"prompt": ["x"] * 5000}, "prompt"),
@@ -166,7 +163,7 @@ def test_chat_names_the_field(http: httpx.Client, fields: Any, param: str) -> No
 def test_both_endpoints_check_the_same(
     http: httpx.Client, path: str, fields: Any, param: str, number: str
 ) -> None:
-    """Fault F33; the message has the value or the bound."""
+    """The message has the value or the bound."""
     given = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER}
     error = error_of(http.post(path, json={**given, **fields}))
     assert error["param"] == param and number in error["message"]
@@ -248,7 +245,6 @@ def test_routes_that_are_not_there(http: httpx.Client) -> None:
 
 
 def test_a_bad_request_harms_nobody_else(http: httpx.Client) -> None:
-    """Fault F32."""
     results: list[httpx.Response] = []
     body = {"prompt": "x", "max_tokens": 200}
     worker = threading.Thread(target=lambda: results.append(http.post(COMPLETIONS, json=body)))
@@ -346,7 +342,6 @@ def test_requests_that_run_at_shutdown_are_finished_or_ended(own_server: Any) ->
 
 
 def test_the_second_signal_does_not_wait(own_server: Any) -> None:
-    """Fault F43."""
     server = own_server(NULL_ENGINE_STEP_SECONDS="0.005", NULL_ENGINE_SHUTDOWN="60")
     server.wait_ready()
     stream = server.client().completions.create(

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an answer of the right form, and the server lives (fault F33)."""
+"""Whatever a client sends, it gets an answer of the right form, and the server lives."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def test_metrics_add_up(http: httpx.Client) -> None:
-    """Fault F42: whatever ends a request, it is counted once, and its tokens are those in `usage`."""
+    """Whatever ends a request, it is counted once, and its tokens are those in `usage`."""
     before = numbers(http)
     for _ in range(5):  # closed early
         body: dict[str, Any] = {"prompt": "x", "max_tokens": 4000, "stream": True, "n": 2}

@@ -49,7 +49,7 @@ OPERATIONS = [
     ],
 )
 def test_whatever_fits_the_document_or_does_not(server: Any, operation: Any, fits: bool) -> None:
-    """Fault F33: no 5xx, no hang, answers and errors of the form that the document promises."""
+    """No 5xx, no hang, answers and errors of the form that the document promises."""
     mode = GenerationMode.POSITIVE if fits else GenerationMode.NEGATIVE
     statuses = Counter[int]()
 

@@ -122,7 +122,7 @@ def test_mistakes_end_before_anything_is_loaded(options: dict[str, Any], words: 
 
 
 def test_a_signal_under_load(own_server: Any) -> None:
-    """Fault F43: many streams run and many requests wait; each gets its end or an error."""
+    """Many streams run and many requests wait; each gets its end or an error."""
     import asyncio
 
     server = own_server(

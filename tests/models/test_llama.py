@@ -282,7 +282,7 @@ def changed_config(llama: tuple[Path, Any], folder: Path, **values: Any) -> Path
     [
         (
             {"architectures": ["LlamaForCausalLn"]},
-            r"LlamaForCausalLn is not supported \(did you mean 'LlamaForCausalLM'\?\); supported: "
+            r"LlamaForCausalLn is not supported; supported: "
             r".*LlamaForCausalLM.*MistralForCausalLM.*Qwen2ForCausalLM",
         ),
         ({"architectures": None, "model_type": "odd"}, "none .model_type 'odd'. is not supported"),
