@@ -171,6 +171,30 @@ def test_stop_strings(client: openai.OpenAI, stop: Any) -> None:
     assert answer.usage.completion_tokens == len("The quick brown f")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "extra", [{"return_token_ids": True}, {"return_tokens_as_token_ids": True, "logprobs": 1}]
+)
+def test_stop_strings_on_every_route(client: openai.OpenAI, stream: bool, extra: Any) -> None:
+    """Asking for ids changes nothing of where the text ends, nor which tokens are counted."""
+    body: Any = {"prompt": "x", "stop": ["own f"], "extra_body": extra}
+    if stream:
+        chunks = list(complete(client, stream=True, **body))
+        text = "".join(c.choices[0].text for c in chunks)
+        ids = [t for c in chunks for t in getattr(c.choices[0], "token_ids", None) or ()]
+        reason = chunks[-1].choices[0].stop_reason
+    else:
+        choice = complete(client, **body).choices[0]
+        text, ids, reason = (
+            choice.text,
+            getattr(choice, "token_ids", None) or [],
+            choice.stop_reason,
+        )
+    assert (text, reason) == ("The quick br", "own f")
+    if "return_token_ids" in extra:
+        assert len(ids) == len("The quick brown f")
+
+
 def test_stop_strings_hold_back_only_what_could_match(http: httpx.Client) -> None:
     body = {"prompt": "x", "max_tokens": 20, "stop": "\n\nObservation:", "stream": True}
     events = http.post("/v1/completions", json=body).text.split("\n\n")

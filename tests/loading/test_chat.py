@@ -175,6 +175,19 @@ def test_continuation_is_that_of_transformers(name: str, end: str) -> None:
     assert ours.rstrip().endswith("fo")
 
 
+@pytest.mark.parametrize("generation", [True, False])
+def test_a_conversation_that_ends_in_tool_calls(generation: bool) -> None:
+    call = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
+    messages = [
+        {"role": "user", "content": "How is the weather?"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+    ]
+    ours = chat.render(LLAMA3, messages, add_generation_prompt=generation, variables=NAMED)
+    assert ours == _theirs(LLAMA3, messages, add_generation_prompt=generation)
+    assert '"name": "weather"' in ours and "Zürich" in ours
+    assert ours.endswith("assistant<|end_header_id|>\n\n") == generation
+
+
 def test_smollm2_template(smollm2_files: ModelFiles) -> None:
     tokenizer = load_tokenizer(smollm2_files)
     assert isinstance(tokenizer.chat_template, str)
