@@ -35,7 +35,7 @@ def test_unknown_option_names_the_nearest(given: str, meant: str) -> None:
 
 
 def test_unknown_option_without_kin_lists_all() -> None:
-    with pytest.raises(ConfigError, match=r"'zzz'; known: block_size, .*threads"):
+    with pytest.raises(ConfigError, match=r"'zzz'; known: batch_invariant, block_size, .*threads"):
         EngineConfig.from_kwargs(zzz=1)
 
 
