@@ -62,9 +62,8 @@ class Scheduler:
         self.limits = limits
         self.running: list[Sequence] = []  # in order of service
         self._seed = seed
-        self._waiting: list[
-            tuple[tuple[int, int, int], Sequence]
-        ] = []  # heap; dead entries are skipped
+        # A heap by order of service; entries of sequences that have ended are skipped.
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         self._num_waiting = 0
         self._groups: dict[str, _Group] = {}
         self._order = 0

@@ -38,6 +38,8 @@ class ReferenceBackend(Backend):
         import torch
 
         asked = self.torch_device(device)
+        if asked.partition(":")[0] == "meta":
+            raise ConfigError(f"--device {device!r}: torch's meta device holds no numbers")
         try:
             torch.empty(0, device=asked)
         except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -348,14 +348,12 @@ def _load_weights(
         weights: dict[str, Any] = {}
         packed: dict[str, Any] = {}
         for spec in specs:
-            parts = (
-                {} if spec.alias in packed else {name: source.get(name) for name, _ in spec.parts}
-            )
             if (
                 spec.alias in packed
-            ):  # tied: one tensor serves both, unless its backend lays them out apart
+            ):  # tied: one tensor for both, unless the backend lays them apart
                 weights[spec.name] = ops.tied_weight(packed[spec.alias], spec)
             else:
+                parts = {name: source.get(name) for name, _ in spec.parts}
                 weights[spec.name] = packed[spec.name] = ops.pack_weight(parts, spec, dtype)
             task.advance(1)
         task.close()

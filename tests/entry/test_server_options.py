@@ -139,7 +139,12 @@ def test_requests_are_logged(special: Any) -> None:
     with special.http() as web:
         web.post(CHAT, json={"messages": USER}, headers={"x-request-id": "find-me"})
         web.get("/v1/models/a%0Ab", headers={"x-request-id": "and-me"})
-    lines = special.stderr.read_text().splitlines()
+    deadline = time.monotonic() + 20
+    lines: list[str] = []
+    # A request is logged once its answer is out, so the client may be here first.
+    while not any(line.endswith("id=and-me") for line in lines) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        lines = special.stderr.read_text().splitlines()
     (line,) = [line for line in lines if line.endswith("id=find-me")]
     assert f"INFO POST {CHAT} 200 " in line and " ms 25+3 tokens " in line
     (line,) = [line for line in lines if line.endswith("id=and-me")]

@@ -361,6 +361,7 @@ def test_eos_ids_that_are_no_tokens_mask_nothing(llama: tuple[Path, Any], tmp_pa
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"device": "reference:nosuch"}, "torch cannot use device 'nosuch'"),
         ({"device": "reference:cuda:99"}, "torch cannot use device 'cuda:99'"),
+        ({"device": "reference:meta"}, "meta device holds no numbers"),
     ],
 )
 def test_what_cannot_be_set_up_is_said(llama: tuple[Path, Any], options: dict, words: str) -> None:
