@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from octavo.core.types import Batch
 
@@ -180,11 +180,44 @@ class WeightSpec:
     shard_axis: int | None = None  # logical axis that tensor parallelism may cut
     scheme: str | None = None  # quantisation
     alias: str | None = None  # the weight this one is tied to
+    gated: bool = False  # two equal parts, gate rows and up rows, that only `act_and_mul` reads
 
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.parts[0][1]
         return (sum(shape[0] for _, shape in self.parts), *first[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A decoder layer that may run as one fused op: norm, attention with rotary positions, norm, gated
+    feed-forward, the results of both halves added to the residual stream. Weights go by name."""
+
+    layer: int  # index of the KV handle
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_size: int
+    norm_1: str
+    norm_2: str
+    qkv: str
+    out: str
+    gate_up: str
+    down: str
+    qkv_bias: str | None = None
+    out_bias: str | None = None
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    rotary: str = "rotary"
+    interleaved: bool = False
+    eps: float = 1e-6
+    norm_offset: float = 0.0
+    act: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    scale: float = 1.0
+    window: int = 0
+    softcap: float = 0.0
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +279,22 @@ class Ops:
     """
 
     device: str = "cpu"
+
+    # Larger ops that this class offers: each with the smaller ones whose work it does. A subclass that
+    # overrides one of those switches the fusion off, unless it names the fusion itself (`fuses`).
+    fusions: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def fuses(self, name: str, spec: LayerSpec) -> bool:
+        """Whether the larger op `name` should run `spec`: asked once, when a model is made."""
+        return fusion_stands(type(self), name) and self.supports(name, spec)
+
+    def supports(self, name: str, spec: LayerSpec) -> bool:
+        """Whether this class's larger op `name` can run `spec`."""
+        return False
+
+    def decoder_layer(self, x: torch.Tensor, spec: LayerSpec, ctx: Ctx) -> torch.Tensor:
+        """The residual stream x [T, hidden] after one layer; may work in place. Optional."""
+        raise NotImplementedError("no decoder_layer: `supports` was not asked")
 
     # KV cache: one opaque handle per layer; an op returns the handle to use from now on.
 
@@ -381,6 +430,17 @@ class Ops:
         """Of raw logits [L, V] float32 and ids [L] int64: each id's log-softmax [L], its rank [L]
         (1 + how many tokens have a larger logit), and the row's logsumexp [L]."""
         return portable.token_logprobs(logits, ids)
+
+
+def fusion_stands(cls: type[Ops], name: str) -> bool:
+    """Whether class `cls` offers the larger op `name` and no class below the one that offers it has
+    replaced a smaller op whose work it does."""
+    for owner in cls.__mro__:
+        offered = owner.__dict__.get("fusions", {})
+        if name in offered:
+            below = cls.__mro__[: cls.__mro__.index(owner)]
+            return not any(op in sub.__dict__ for sub in below for op in offered[name])
+    return False
 
 
 # --------------------------------------------------------------------------------------- backend

@@ -1,8 +1,7 @@
-"""CPUs: the C++ kernels of `octavo.kernels.cpu` behind the contract, torch's own GEMMs beside them.
+"""CPUs: the C++ kernels of `octavo.kernels.cpu` behind the contract.
 
-One pool of threads serves both: the kernels borrow torch's OpenMP threads. Without compiled kernels
-(no compiler at install) the portable ops run, and capabilities, `octavo devices cpu` and the start-up
-banner say so.
+Without compiled kernels (no compiler at install) the portable ops run, and capabilities, `octavo devices
+cpu` and the start-up banner say so.
 """
 
 from __future__ import annotations
@@ -37,10 +36,13 @@ KERNEL_OPS = (
     "add_rms_norm",
     "rotary",
     "act_and_mul",
+    "linear",
+    "embedding",
+    "decoder_layer",
     "sample",
     "token_logprobs",
 )
-"""Ops that the C++ library runs; `linear` is torch's, the rest is portable."""
+"""Ops that the C++ library runs."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -83,9 +85,6 @@ class CpuBackend(Backend):
     device_types = ("cpu",)
     priority = 10
 
-    def __init__(self) -> None:
-        self._batch_invariant = False
-
     def probe(self) -> Probe:
         if find_spec("torch") is None:
             return Probe(reason="torch is not installed")
@@ -119,17 +118,14 @@ class CpuBackend(Backend):
             )
         return Capabilities(
             dtypes=DTYPES,
-            native_dtypes=native_dtypes(),
+            native_dtypes=DTYPES,  # of weights: arithmetic is float32
             kv_dtypes=DTYPES,
             block_sizes=tuple(range(lib.BLOCK_MULTIPLE, 257, lib.BLOCK_MULTIPLE)),
             head_sizes=(lib.HEAD_MULTIPLE, 256, lib.HEAD_MULTIPLE),
             swap=True,
             batch_invariant=True,
-            ops={
-                "linear": "torch (oneDNN, weights packed at load)",
-                "embedding": "torch",
-                **dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}"),
-            },
+            quantization=("int8", "int4"),
+            ops=dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}"),
             notes={
                 "kernels": f"{lib.isa()} of {', '.join(lib.isas())}",
                 "threads": lib.threading(),
@@ -149,7 +145,6 @@ class CpuBackend(Backend):
     def start(self, device: str, limits: Limits) -> None:
         import torch
 
-        self._batch_invariant = limits.batch_invariant
         lib = kernels()
         threads = limits.threads or lib.core_count()
         if torch.get_num_threads() != threads:
@@ -160,6 +155,6 @@ class CpuBackend(Backend):
     def ops(self, device: str) -> Ops:
         if not kernels().available():
             return super().ops(device)
-        from octavo.backends.cpu.ops import CpuOps, packs_weights
+        from octavo.backends.cpu.ops import CpuOps
 
-        return CpuOps(native_dtypes() if packs_weights() else (), self._batch_invariant)
+        return CpuOps()

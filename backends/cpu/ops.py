@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from octavo.core.ops import DTYPES, TorchInputs
 from octavo.kernels import cpu as lib
-from octavo.plugins import KVSpec, Ops, SampleInputs, WeightSpec
+from octavo.plugins import Ctx, KVSpec, LayerSpec, Ops, SampleInputs, WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,31 @@ def _layer(scale: float, window: int, softcap: float) -> Any:
     return lib.AttentionLayer(scale, window=window, softcap=softcap)
 
 
+def _layer_step(spec: LayerSpec, handle: CpuKV, meta: TorchInputs) -> Any:
+    """What the fused layer needs of a step: q, k and v are columns of one float32 buffer."""
+    columns = (spec.q_heads + 2 * spec.kv_heads) * spec.head_size
+    shape: dict[str, Any] = {
+        "dtype": torch.float32,
+        "kv_dtype": handle.k.dtype,
+        "kv_heads": spec.kv_heads,
+        "head_size": spec.head_size,
+        "head_size_v": spec.head_size,
+        "block_size": handle.v.shape[2],
+    }
+    attention = lib.AttentionStep(
+        meta.batch.block_tables[spec.group],
+        meta.batch.query_start,
+        meta.batch.context_lens,
+        q_row_stride=columns,
+        out_row_stride=spec.q_heads * spec.head_size,
+        q_heads=spec.q_heads,
+        **shape,
+    )
+    slots = meta.slots[spec.group]
+    write = lib.WriteStep(slots, k_row_stride=columns, v_row_stride=columns, **shape)
+    return lib.LayerStep(attention, write, meta.positions)
+
+
 def _steps(meta: TorchInputs) -> dict[Any, Any]:
     if meta.extra is None:
         meta.extra = {}
@@ -37,55 +61,96 @@ def _steps(meta: TorchInputs) -> dict[Any, Any]:
     return steps
 
 
-TILE = 32
-"""Rows of a matrix product in batch-invariant mode."""
+FLOAT_FORMATS = ("float32", "float16", "bfloat16")
+QUANTIZED_FORMATS = ("int8", "int4")
+
+COVERED = (
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "rotary",
+    "write_kv",
+    "paged_attention",
+    "act_and_mul",
+)
+"""The ops whose work `decoder_layer` does."""
 
 
-def packs_weights() -> bool:
-    """Whether oneDNN is there to lay out weights for its matrix products."""
-    built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return built and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+@dataclass(frozen=True, slots=True)
+class _BoundLayer:
+    """A layer's description for the kernel, and what it was made of."""
+
+    spec: LayerSpec
+    handle: CpuKV
+    weights: Mapping[str, Any]
+    layer: Any
 
 
 class CpuOps(Ops):
-    """C++ kernels where they exist, torch elsewhere.
+    """The C++ kernels. Weights are stored in the dtype or scheme asked for; activations are float32.
 
-    Args:
-        packed_dtypes: dtypes in which linear weights take oneDNN's blocked layout. Against torch's
-            `F.linear` its products are up to four times as fast at 2 to 32 rows, and faster at all.
-        batch_invariant: cut every product into tiles of `TILE` rows, padded, so that a row is computed
-            by the same instructions whatever shares its step. The other kernels are so by themselves.
+    A row's bits depend neither on the batch nor on chunking: no kernel sums in an order that does.
     """
 
     device = "cpu"
+    fusions: ClassVar = {"decoder_layer": COVERED}
 
-    def __init__(self, packed_dtypes: Sequence[str] = (), batch_invariant: bool = False) -> None:
-        self._batch_invariant = batch_invariant
-        self._packed = frozenset(DTYPES[name] for name in packed_dtypes)
-        self._reorder = torch.ops.mkldnn._reorder_linear_weight if packed_dtypes else None
-        self._product = torch.ops.mkldnn._linear_pointwise if packed_dtypes else None
+    def __init__(self) -> None:
+        self._layers: dict[int, _BoundLayer] = {}
+
+    def supports(self, name: str, spec: LayerSpec) -> bool:
+        return name == "decoder_layer"
+
+    def decoder_layer(self, x: torch.Tensor, spec: LayerSpec, ctx: Ctx) -> torch.Tensor:
+        handle: CpuKV = ctx.kv[spec.layer]
+        bound = self._layers.get(id(spec))
+        if bound is None or bound.handle is not handle or bound.weights is not ctx.weights:
+            bound = self._layers[id(spec)] = self._bind(spec, handle, ctx.weights)
+        steps = _steps(ctx.meta)
+        key = ("layer", spec.group, spec.q_heads, spec.kv_heads, spec.head_size)
+        step = steps.get(key)
+        if step is None:
+            step = steps[key] = _layer_step(spec, handle, ctx.meta)
+        lib.decoder_layer(bound.layer, step, x)
+        return x
+
+    def _bind(self, spec: LayerSpec, handle: CpuKV, weights: Mapping[str, Any]) -> _BoundLayer:
+        layer = lib.DecoderLayer(
+            norms=(weights[spec.norm_1], weights[spec.norm_2]),
+            weights=tuple(weights[n] for n in (spec.qkv, spec.out, spec.gate_up, spec.down)),
+            biases=tuple(  # type: ignore[arg-type]
+                weights[name] if name is not None else None
+                for name in (spec.qkv_bias, spec.out_bias, spec.gate_up_bias, spec.down_bias)
+            ),
+            cos_sin=weights[spec.rotary],
+            attention=lib.AttentionLayer(spec.scale, window=spec.window, softcap=spec.softcap),
+            caches=(handle.k, handle.v),
+            eps=spec.eps,
+            norm_offset=spec.norm_offset,
+            rotary_style=lib.INTERLEAVED if spec.interleaved else lib.NEOX,
+            act=lib.ACTIVATIONS[spec.act],
+        )
+        return _BoundLayer(spec, handle, weights, layer)
 
     def pack_weight(
         self, parts: Mapping[str, torch.Tensor], spec: WeightSpec, dtype: str
-    ) -> torch.Tensor:
-        weight: torch.Tensor = super().pack_weight(parts, spec, dtype)
-        return self._blocked(weight) if spec.role == "linear" else weight
+    ) -> torch.Tensor | lib.PackedWeight:
+        if spec.role in ("norm", "bias"):
+            small: torch.Tensor = super().pack_weight(parts, spec, "float32")
+            return small
+        n, k = spec.shape
+        weight = lib.PackedWeight(n, k, spec.scheme or dtype, gated=spec.gated)
+        return weight.pack([parts[name] for name, _ in spec.parts])
 
-    def tied_weight(self, packed: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
-        # An embedding is read by rows: a head tied to it needs a layout of its own.
-        return self._blocked(packed)
-
-    def _blocked(self, weight: torch.Tensor) -> torch.Tensor:
-        if self._reorder is None or weight.dtype not in self._packed:
-            return weight
-        with torch.inference_mode():
-            blocked: torch.Tensor = self._reorder(weight)
-        return blocked
+    def embedding(self, ids: torch.Tensor, weight: lib.PackedWeight) -> torch.Tensor:
+        out = torch.empty(ids.shape[0], weight.k)
+        lib.unpack_rows(out, weight, ids)
+        return out
 
     def linear(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: lib.PackedWeight,
         *,
         bias: torch.Tensor | None = None,
         reduce: Literal["sum"] | None = None,
@@ -93,20 +158,9 @@ class CpuOps(Ops):
     ) -> torch.Tensor:
         if lora is not None:
             raise ValueError("the CPU's linear op has no LoRA")
-        if not self._batch_invariant:
-            return self._multiply(x, weight, bias)
-        rows = x.shape[0]
-        padded = F.pad(x, (0, 0, 0, -rows % TILE))
-        tiles = [self._multiply(tile, weight, bias) for tile in torch.split(padded, TILE)]
-        return torch.cat(tiles)[:rows] if tiles else self._multiply(x, weight, bias)
-
-    def _multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        if self._product is None or not weight.is_mkldnn:
-            return F.linear(x, weight, bias)
-        product: torch.Tensor = self._product(x, weight, bias, "none", [], "")
-        return product
+        out = torch.empty(x.shape[0], weight.n)
+        lib.linear(out, x, weight, bias)
+        return out
 
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[CpuKV]:
         by_layer: dict[int, CpuKV] = {}

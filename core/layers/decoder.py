@@ -1,14 +1,18 @@
-"""The two halves of a decoder layer that most families share: attention and a gated feed-forward."""
+"""The decoder layer that most families share, and its halves: attention and a gated feed-forward."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from octavo.core.contract import Ctx, Ops
-from octavo.core.layers.module import Linear, Module
+from octavo.core.contract import Ctx, LayerSpec, Ops
+from octavo.core.layers.module import Linear, Module, RMSNorm
 
 if TYPE_CHECKING:
     import torch
+
+DECODER_LAYER = "decoder_layer"
+"""The fused op of a whole layer, as `Ops.fusions` names it."""
 
 ROTARY = "rotary"
 """Prefix of the names under which cosine and sine tables stand among the weights."""
@@ -41,12 +45,12 @@ class Attention(Module):
         out_bias: bool = False,
     ) -> None:
         self._ops = ops
-        self._layer, self._group = layer, group
-        self._q_heads, self._kv_heads = q_heads, kv_heads
-        self._head_size = head_size
-        self._rotary = rotary
-        self._scale = head_size**-0.5 if scale is None else scale
-        self._window, self._softcap = window, softcap
+        self.layer, self.group = layer, group
+        self.q_heads, self.kv_heads = q_heads, kv_heads
+        self.head_size = head_size
+        self.rotary = rotary
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.window, self.softcap = window, softcap
         sizes = [n * head_size for n in (q_heads, kv_heads, kv_heads)]
         parts = [(f"{name}.{p}_proj", size) for p, size in zip("qkv", sizes, strict=True)]
         self.qkv = Linear(ops, parts, hidden, qkv_bias)
@@ -54,20 +58,20 @@ class Attention(Module):
 
     def __call__(self, x: torch.Tensor, ctx: Ctx) -> torch.Tensor:
         ops = self._ops
-        heads = self.qkv(x, ctx).view(x.shape[0], -1, self._head_size)
-        last_q = self._q_heads
-        last_k = last_q + self._kv_heads
+        heads = self.qkv(x, ctx).view(x.shape[0], -1, self.head_size)
+        last_q = self.q_heads
+        last_k = last_q + self.kv_heads
         q, k, v = heads[:, :last_q], heads[:, last_q:last_k], heads[:, last_k:]
-        q, k = ops.rotary(q, k, ctx.weights[self._rotary], ctx.meta)
-        ctx.kv[self._layer] = ops.write_kv(ctx.kv[self._layer], k, v, ctx.meta, self._group)
+        q, k = ops.rotary(q, k, ctx.weights[self.rotary], ctx.meta)
+        ctx.kv[self.layer] = ops.write_kv(ctx.kv[self.layer], k, v, ctx.meta, self.group)
         mixed = ops.paged_attention(
             q,
-            ctx.kv[self._layer],
+            ctx.kv[self.layer],
             ctx.meta,
-            scale=self._scale,
-            group=self._group,
-            window=self._window,
-            softcap=self._softcap,
+            scale=self.scale,
+            group=self.group,
+            window=self.window,
+            softcap=self.softcap,
         )
         return self.out(mixed.flatten(1), ctx)
 
@@ -85,10 +89,81 @@ class GatedMLP(Module):
         act: Literal["silu", "gelu", "gelu_tanh"] = "silu",
         bias: bool = False,
     ) -> None:
-        self._act_and_mul, self._act = ops.act_and_mul, act
+        self._act_and_mul, self.act = ops.act_and_mul, act
+        self.intermediate = intermediate
         parts = [(f"{name}.gate_proj", intermediate), (f"{name}.up_proj", intermediate)]
-        self.gate_up = Linear(ops, parts, hidden, bias)
+        self.gate_up = Linear(ops, parts, hidden, bias, gated=True)
         self.down = Linear(ops, [(f"{name}.down_proj", hidden)], intermediate, bias)
 
     def __call__(self, x: torch.Tensor, ctx: Ctx) -> torch.Tensor:
-        return self.down(self._act_and_mul(self.gate_up(x, ctx), self._act), ctx)
+        return self.down(self._act_and_mul(self.gate_up(x, ctx), self.act), ctx)
+
+
+class DecoderLayer(Module):
+    """norm -> attention -> add and norm -> gated feed-forward (-> add, by the next layer's norm).
+
+    `fused` is set when the ops run the whole layer as one call; it then takes and gives the residual
+    stream, with both halves' results added.
+    """
+
+    def __init__(
+        self, ops: Ops, norm_1: RMSNorm, attention: Attention, norm_2: RMSNorm, mlp: GatedMLP
+    ) -> None:
+        self.attention_norm, self.attention = norm_1, attention
+        self.mlp_norm, self.mlp = norm_2, mlp
+        self.spec = LayerSpec(
+            layer=attention.layer,
+            hidden=norm_1.size,
+            intermediate=mlp.intermediate,
+            q_heads=attention.q_heads,
+            kv_heads=attention.kv_heads,
+            head_size=attention.head_size,
+            norm_1=norm_1.weight,
+            norm_2=norm_2.weight,
+            qkv=attention.qkv.weight,
+            out=attention.out.weight,
+            gate_up=mlp.gate_up.weight,
+            down=mlp.down.weight,
+            qkv_bias=attention.qkv.bias,
+            out_bias=attention.out.bias,
+            gate_up_bias=mlp.gate_up.bias,
+            down_bias=mlp.down.bias,
+            rotary=attention.rotary,
+            eps=norm_1.eps,
+            norm_offset=norm_1.offset,
+            act=mlp.act,
+            scale=attention.scale,
+            window=attention.window,
+            softcap=attention.softcap,
+            group=attention.group,
+        )
+        same_norms = (norm_1.eps, norm_1.offset) == (norm_2.eps, norm_2.offset)
+        self.fused = (
+            ops.decoder_layer if same_norms and ops.fuses(DECODER_LAYER, self.spec) else None
+        )
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ctx: Ctx
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual, x = x, self.attention_norm(x, ctx)
+        else:
+            x, residual = self.attention_norm.add(x, residual, ctx)
+        x = self.attention(x, ctx)
+        x, residual = self.mlp_norm.add(x, residual, ctx)
+        return self.mlp(x, ctx), residual
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer], norm: RMSNorm, x: torch.Tensor, ctx: Ctx
+) -> torch.Tensor:
+    """The normed hidden states [T, hidden] after all layers, of embeddings x [T, hidden]."""
+    if all(layer.fused is not None for layer in layers):
+        for layer in layers:
+            x = layer.fused(x, layer.spec, ctx)  # type: ignore[misc]  # checked just above
+        return norm(x, ctx)
+    residual = None
+    for layer in layers:
+        x, residual = layer(x, residual, ctx)
+    assert residual is not None
+    return norm.add(x, residual, ctx)[0]

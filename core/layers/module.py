@@ -39,12 +39,19 @@ class Linear(Module):
         parts: (checkpoint prefix, output size) in stacking order.
         in_features: input size.
         bias: whether every part has a bias.
+        gated: whether the parts are gate and up, for `act_and_mul`.
     """
 
     def __init__(
-        self, ops: Ops, parts: list[tuple[str, int]], in_features: int, bias: bool = False
+        self,
+        ops: Ops,
+        parts: list[tuple[str, int]],
+        in_features: int,
+        bias: bool = False,
+        gated: bool = False,
     ) -> None:
         self._linear = ops.linear
+        self._gated = gated
         self._parts = parts
         self._in = in_features
         self.weight = "+".join(name for name, _ in parts) + ".weight"
@@ -52,7 +59,7 @@ class Linear(Module):
 
     def own_specs(self) -> list[WeightSpec]:
         weights = tuple((f"{name}.weight", (out, self._in)) for name, out in self._parts)
-        specs = [WeightSpec(self.weight, "linear", weights, shard_axis=0)]
+        specs = [WeightSpec(self.weight, "linear", weights, shard_axis=0, gated=self._gated)]
         if self.bias is not None:
             specs.append(
                 WeightSpec(self.bias, "bias", tuple((f"{n}.bias", (o,)) for n, o in self._parts))
@@ -70,19 +77,19 @@ class RMSNorm(Module):
     def __init__(self, ops: Ops, name: str, size: int, eps: float, offset: float = 0.0) -> None:
         self._norm, self._add_norm = ops.rms_norm, ops.add_rms_norm
         self.weight = f"{name}.weight"
-        self._size, self._eps, self._offset = size, eps, offset
+        self.size, self.eps, self.offset = size, eps, offset
 
     def own_specs(self) -> list[WeightSpec]:
-        return [WeightSpec(self.weight, "norm", ((self.weight, (self._size,)),))]
+        return [WeightSpec(self.weight, "norm", ((self.weight, (self.size,)),))]
 
     def __call__(self, x: torch.Tensor, ctx: Ctx) -> torch.Tensor:
-        return self._norm(x, ctx.weights[self.weight], self._eps, offset=self._offset)
+        return self._norm(x, ctx.weights[self.weight], self.eps, offset=self.offset)
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, ctx: Ctx
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(residual + x), residual + x)."""
-        return self._add_norm(x, residual, ctx.weights[self.weight], self._eps, offset=self._offset)
+        return self._add_norm(x, residual, ctx.weights[self.weight], self.eps, offset=self.offset)
 
 
 class Embedding(Module):

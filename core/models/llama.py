@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError
 from octavo.core.contract import Ctx, ModelShape, Ops
-from octavo.core.layers.decoder import ROTARY, Attention, GatedMLP
-from octavo.core.layers.module import Embedding, Head, Module, RMSNorm
+from octavo.core.layers.decoder import ROTARY, Attention, DecoderLayer, GatedMLP, run_layers
+from octavo.core.layers.module import Embedding, Head, RMSNorm
 from octavo.core.layers.rotary import rope_parameters, rotary_table
 from octavo.core.models.base import Model, full_attention_kv
 
@@ -17,29 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-class Layer(Module):
-    """norm -> attention -> add and norm -> gated feed-forward."""
-
-    def __init__(
-        self, ops: Ops, name: str, attention: Attention, mlp: GatedMLP, hidden: int, eps: float
-    ) -> None:
-        self.attention_norm = RMSNorm(ops, f"{name}.input_layernorm", hidden, eps)
-        self.attention = attention
-        self.mlp_norm = RMSNorm(ops, f"{name}.post_attention_layernorm", hidden, eps)
-        self.mlp = mlp
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ctx: Ctx
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            residual, x = x, self.attention_norm(x, ctx)
-        else:
-            x, residual = self.attention_norm.add(x, residual, ctx)
-        x = self.attention(x, ctx)
-        x, residual = self.mlp_norm.add(x, residual, ctx)
-        return self.mlp(x, ctx), residual
 
 
 class Llama(Model):
@@ -59,9 +36,9 @@ class Llama(Model):
         qkv_bias, out_bias = self.attention_biases(config)
         self.embedding = Embedding(ops, f"{name}.embed_tokens", shape.vocab_size, hidden)
         self.layers = [
-            Layer(
+            DecoderLayer(
                 ops,
-                f"{name}.layers.{i}",
+                RMSNorm(ops, f"{name}.layers.{i}.input_layernorm", hidden, eps),
                 Attention(
                     ops,
                     f"{name}.layers.{i}.self_attn",
@@ -74,6 +51,7 @@ class Llama(Model):
                     qkv_bias=qkv_bias,
                     out_bias=out_bias,
                 ),
+                RMSNorm(ops, f"{name}.layers.{i}.post_attention_layernorm", hidden, eps),
                 GatedMLP(
                     ops,
                     f"{name}.layers.{i}.mlp",
@@ -82,8 +60,6 @@ class Llama(Model):
                     act=act,  # type: ignore[arg-type]  # mypy widens the table's literals
                     bias=bool(config.get("mlp_bias", False)),
                 ),
-                hidden,
-                eps,
             )
             for i in range(shape.num_layers)
         ]
@@ -130,11 +106,7 @@ class Llama(Model):
 
     def hidden(self, ctx: Ctx) -> torch.Tensor:
         x = self.embedding(ctx.meta.token_ids, ctx)
-        residual = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, ctx)
-        assert residual is not None
-        return self.norm.add(x, residual, ctx)[0]
+        return run_layers(self.layers, self.norm, x, ctx)
 
     def logits(self, hidden: torch.Tensor, ctx: Ctx) -> torch.Tensor:
         return self.head(hidden, ctx)

@@ -10,11 +10,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from octavo.kernels import cpu
+from octavo.kernels.cpu.library import host
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.cpu import AttentionLayer, AttentionStep, HostArray, WriteStep
+    from octavo.kernels.cpu import AttentionLayer, AttentionStep, WriteStep
+    from octavo.kernels.cpu.library import HostArray
 
 
 def _need(condition: bool, message: str) -> None:
@@ -109,7 +111,7 @@ def paged_attention(
 
 def _blocks(cache: Tensor, ids: HostArray, dimensions: int) -> None:
     _need(cache.is_contiguous(), "the cache is not contiguous")
-    cpu._host(ids, "block ids", "int64", dimensions)
+    host(ids, "block ids", "int64", dimensions)
     flat = [i for row in _numbers(ids) for i in (row if dimensions == 2 else [row])]
     _need(all(0 <= i < cache.shape[0] for i in flat), f"a block is outside {cache.shape[0]}")
 
@@ -225,7 +227,7 @@ def sample(
         if array is not None:
             kind = str(array.dtype).removeprefix("torch.")
             _need(kind in kinds, f"{name} is {kind}, not {kinds[0]}")
-            cpu._host(array, name, kind, 1)
+            host(array, name, kind, 1)
             _need(len(array) == rows, f"{name} has {len(array)} values for {rows} rows")
     cpu.sample(
         out,

@@ -1,25 +1,8 @@
-// Gated activations: out = act(gate) * up, for rows [gate | up] (Shazeer 2020, arXiv:2002.05202).
-#include "vec.h"
+// Gated activations: out = act(gate) * up, for rows [gate | up].
+#include "activation.h"
 
 namespace OCTAVO_NS {
 namespace {
-
-struct Silu {
-  OCTAVO_INLINE vf operator()(vf x) const { return x / (1.0f + exp(-x)); }
-};
-struct Gelu {  // x * Phi(x), by the complementary error function: no cancellation in the left tail
-  OCTAVO_INLINE vf operator()(vf x) const {
-    const vf a = (vf)((vu)x & 0x7fffffffu);
-    const vf tail = half_erfc(a * 0.70710678f);
-    return x * (x < 0.0f ? tail : 1.0f - tail);
-  }
-};
-struct GeluTanh {  // 0.5 (1 + tanh u) = 1 / (1 + e^-2u): no cancellation either
-  OCTAVO_INLINE vf operator()(vf x) const {
-    const vf u2 = x * 1.59576912f * fma(x * x, splat(0.044715f), splat(1.0f));
-    return x / (1.0f + exp(-u2));
-  }
-};
 
 template <class X, class Act>
 void act_row(X *out, const X *gate, const X *up, int64_t n, Act act) {

@@ -16,6 +16,9 @@ extern const KernelTable table_avx2;
 #ifdef OCTAVO_HAVE_avx512
 extern const KernelTable table_avx512;
 #endif
+#ifdef OCTAVO_HAVE_avx512_vnni
+extern const KernelTable table_avx512_vnni;
+#endif
 #ifdef OCTAVO_HAVE_power10
 extern const KernelTable table_power10;
 #endif
@@ -27,12 +30,12 @@ bool always() { return true; }
 // Asked of the CPU itself: __builtin_cpu_supports does not know "f16c" before GCC 11, and needs a
 // runtime that not every clang brings. XCR0 says which registers the system saves.
 struct Cpu {
-  unsigned ecx1 = 0, ebx7 = 0, xcr0 = 0;
+  unsigned ecx1 = 0, ebx7 = 0, ecx7 = 0, xcr0 = 0;
   Cpu() {
-    unsigned a, b, c, d;
+    unsigned a, b, d;
     if (!__get_cpuid(1, &a, &b, &ecx1, &d) || !(ecx1 >> 27 & 1 /* OSXSAVE */)) return;
     __asm__("xgetbv" : "=a"(xcr0), "=d"(d) : "c"(0));
-    if (!__get_cpuid_count(7, 0, &a, &ebx7, &c, &d)) ebx7 = 0;
+    if (!__get_cpuid_count(7, 0, &a, &ebx7, &ecx7, &d)) ebx7 = ecx7 = 0;
   }
   static bool all(unsigned word, unsigned mask) { return (word & mask) == mask; }
 };
@@ -47,6 +50,7 @@ bool has_avx512() {
          Cpu::all(cpu.ebx7, 1u << 16 /* F */ | 1u << 17 /* DQ */ | 1u << 30 /* BW */ |
                                 1u << 31 /* VL */);
 }
+bool has_avx512_vnni() { return has_avx512() && Cpu::all(Cpu().ecx7, 1u << 11); }
 #endif
 #ifdef OCTAVO_HAVE_power10
 bool has_power10() { return getauxval(AT_HWCAP2) & 0x00040000 /* PPC_FEATURE2_ARCH_3_1 */; }
@@ -57,6 +61,9 @@ const struct Variant {
   bool (*ok)();
 } variants[] = {
 // Best first.
+#ifdef OCTAVO_HAVE_avx512_vnni
+    {&table_avx512_vnni, has_avx512_vnni},
+#endif
 #ifdef OCTAVO_HAVE_avx512
     {&table_avx512, has_avx512},
 #endif
@@ -135,5 +142,20 @@ int octavo_token_logprobs(float *logprob, int64_t *rank, float *logsumexp, const
                           const int64_t *ids, int64_t rows, int64_t vocab, int64_t row_stride) {
   return choice.table->token_logprobs(logprob, rank, logsumexp, logits, ids, rows, vocab,
                                       row_stride);
+}
+int64_t octavo_weight_bytes(const octavo_weight *w) { return choice.table->weight_bytes(w); }
+int octavo_pack_weight(const octavo_weight *w, const void *const *parts, const int64_t *part_rows,
+                       int dtype) {
+  return choice.table->pack_weight(w, parts, part_rows, dtype);
+}
+int octavo_unpack_rows(const octavo_weight *w, float *out, const int64_t *rows, int64_t count) {
+  return choice.table->unpack_rows(w, out, rows, count);
+}
+int octavo_linear(const octavo_weight *w, float *out, int64_t out_row_stride, const float *x,
+                  int64_t x_row_stride, int64_t rows, const float *bias) {
+  return choice.table->linear(w, out, out_row_stride, x, x_row_stride, rows, bias);
+}
+int octavo_decoder_layer(const octavo_layer *layer, const octavo_layer_step *step, float *x) {
+  return choice.table->decoder_layer(layer, step, x);
 }
 }

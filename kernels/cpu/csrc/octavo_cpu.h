@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define OCTAVO_CPU_ABI 1
+#define OCTAVO_CPU_ABI 2
 
 #if defined(_WIN32)
 #define OCTAVO_API __declspec(dllexport)
@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-enum octavo_dtype { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_F16 = 2 };
+enum octavo_dtype { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_F16 = 2, OCTAVO_INT8 = 3, OCTAVO_INT4 = 4 };
 enum octavo_status { OCTAVO_OK = 0, OCTAVO_BAD_ARGUMENT = -1, OCTAVO_NO_MEMORY = -2 };
 enum octavo_activation { OCTAVO_SILU = 0, OCTAVO_GELU = 1, OCTAVO_GELU_TANH = 2 };
 enum octavo_rotary_style { OCTAVO_NEOX = 0, OCTAVO_INTERLEAVED = 1 };
@@ -28,11 +28,9 @@ OCTAVO_API int octavo_abi_version(void);
 OCTAVO_API const char *octavo_isa(void);  /* the variant in use */
 OCTAVO_API const char *octavo_isas(void); /* variants this CPU can run, best first */
 OCTAVO_API int octavo_force_isa(const char *name);
-/* parallel: the address of GOMP_parallel in the OpenMP runtime that the process already has;
- * NULL, or threads == 1, runs everything on the caller. */
-typedef void (*octavo_gomp_parallel)(void (*fn)(void *), void *data, unsigned threads,
-                                     unsigned flags);
-OCTAVO_API void octavo_set_threads(octavo_gomp_parallel parallel, int threads);
+/* Resizes the library's pool of threads, the caller included; spins: how often a waiter looks before it
+ * sleeps, negative for the default. Returns the number of threads there are now. */
+OCTAVO_API int octavo_set_threads(int threads, int spins);
 OCTAVO_API int octavo_threads(void);
 
 /* --- KV cache: K [blocks, kv_heads, head_size, block_size],
@@ -89,6 +87,50 @@ OCTAVO_API int octavo_rotary(void *q, void *k, const void *positions, int positi
 OCTAVO_API int octavo_act_and_mul(void *out, const void *gate_up, int64_t rows, int64_t n,
                                   int64_t out_row_stride, int64_t x_row_stride, int kind,
                                   int dtype);
+
+/* --- matrix products with packed weights --- */
+#define OCTAVO_INT8_MAX_K 65536 /* 255 * 127 * k has to fit an int32 */
+typedef struct {
+  const void *data; /* packed, 64-byte aligned: see linear.h; its layout belongs to the variant in use */
+  int64_t n, k;     /* outputs, inputs */
+  int32_t format;   /* octavo_dtype */
+  int32_t group;    /* int4: inputs that share a scale */
+  int32_t gated;    /* n / 2 gate rows, then n / 2 up rows, laid side by side */
+} octavo_weight;
+/* Bytes that `data` needs, or negative for a size or format that cannot be packed. */
+OCTAVO_API int64_t octavo_weight_bytes(const octavo_weight *w);
+/* Fills w->data from parts [part_rows[i], k] of one float dtype, stacked to n rows. int8 and int4 are
+ * quantised here: per row, and per row and group. */
+OCTAVO_API int octavo_pack_weight(const octavo_weight *w, const void *const *parts,
+                                  const int64_t *part_rows, int dtype);
+/* out[i] = row rows[i] of w as float32 [count, k]: an embedding's lookup. */
+OCTAVO_API int octavo_unpack_rows(const octavo_weight *w, float *out, const int64_t *rows,
+                                  int64_t count);
+/* out [rows, n] = x [rows, k] * w^T + bias (or NULL), all float32. Integer weights quantise x by row. */
+OCTAVO_API int octavo_linear(const octavo_weight *w, float *out, int64_t out_row_stride,
+                             const float *x, int64_t x_row_stride, int64_t rows,
+                             const float *bias);
+
+/* --- a whole decoder layer in one call: norm, attention, norm, gated feed-forward, both added to x --- */
+typedef struct { /* what one layer never changes */
+  const float *norm_1, *norm_2; /* [hidden] */
+  octavo_weight qkv, out, gate_up, down;
+  const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias; /* or NULL */
+  const float *cos_sin; /* [positions, rotary_dim] */
+  octavo_attention_layer attention;
+  void *k_cache, *v_cache;
+  float eps, norm_offset;
+  int32_t rotary_dim, rotary_style, act;
+} octavo_layer;
+typedef struct { /* what holds for every layer of one step; q, k and v are columns of one buffer */
+  const octavo_attention_step *attention;
+  const octavo_write_step *write;
+  const int64_t *positions; /* [rows], negative for padding */
+  int64_t rows;
+} octavo_layer_step;
+/* x [rows, hidden], contiguous float32: the residual stream, in place. */
+OCTAVO_API int octavo_decoder_layer(const octavo_layer *layer, const octavo_layer_step *step,
+                                    float *x);
 
 /* --- sampling, from float32 logits [rows, vocab]; a NULL array means "off" for every row --- */
 OCTAVO_API int octavo_sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab,

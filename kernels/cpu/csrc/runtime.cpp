@@ -1,32 +1,173 @@
-// Threads are borrowed from the OpenMP runtime the host program already loaded, through a function
-// pointer: a second pool would fight the first for the same cores.
+// The one pool of threads under all kernels, and scratch memory.
+//
+// Work is handed out dynamically, so a worker that the system has put aside costs only the piece it
+// holds. Waiting spins for a bounded time and then sleeps: a sleeping thread leaves its core to a
+// worker that waits for one, where a spinning one would keep it out for a whole time slice.
 #include "runtime.h"
 
+#include <climits>
 #include <cstdlib>
+#include <new>
+
+#include <pthread.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "octavo_cpu.h"
 
 namespace octavo {
 namespace {
 
-octavo_gomp_parallel g_parallel = nullptr;
-int g_threads = 1;
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#elif defined(__powerpc64__)
+  __asm__ volatile("or 27,27,27");
+#endif
+}
 
-struct Region {
-  void (*body)(void *, int, int64_t, int64_t);
-  void *ctx;
-  int64_t n, grain, next;
-  int slots;
+// Sleeping on a word until somebody changes it.
+#if defined(__linux__)
+void sleep_while(int *word, int value) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void wake_all(int *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+pthread_mutex_t g_mutex = PTHREAD_MUTEX_INITIALIZER;
+pthread_cond_t g_changed = PTHREAD_COND_INITIALIZER;
+void sleep_while(int *word, int value) {
+  pthread_mutex_lock(&g_mutex);
+  while (__atomic_load_n(word, __ATOMIC_SEQ_CST) == value) pthread_cond_wait(&g_changed, &g_mutex);
+  pthread_mutex_unlock(&g_mutex);
+}
+void wake_all(int *) {
+  pthread_mutex_lock(&g_mutex);
+  pthread_cond_broadcast(&g_changed);
+  pthread_mutex_unlock(&g_mutex);
+}
+#endif
+
+int g_spins = 2000;  // pauses before a waiter sleeps: some tens of microseconds
+
+struct Pool {
+  int threads = 1;
+  pthread_t *workers = nullptr;
+  void (*body)(void *, int, int64_t, int64_t) = nullptr;
+  void *ctx = nullptr;
+  int64_t n = 0, grain = 1;
+  int limit = 0;  // threads this region may have
+  alignas(64) int64_t next = 0;
+  alignas(64) int slots = 0;
+  // Twice the number of the region, plus 1 while it may be joined: workers wait for it to change.
+  alignas(64) int ticket = 0;
+  alignas(64) int sleepers = 0;
+  // How many workers are inside, times two, plus 1 if the caller sleeps until they are out.
+  alignas(64) int inside = 0;
+  bool stop = false;
+
+  void work(int slot) {
+    for (;;) {
+      const int64_t begin = __atomic_fetch_add(&next, grain, __ATOMIC_RELAXED);
+      if (begin >= n) return;
+      body(ctx, slot, begin, begin + grain < n ? begin + grain : n);
+    }
+  }
+
+  // Enters the region with this ticket unless it has closed. Counting oneself in before looking
+  // again keeps the caller from reusing the fields under a worker's hands.
+  void join(int seen) {
+    __atomic_fetch_add(&inside, 2, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&ticket, __ATOMIC_SEQ_CST) == seen) {
+      const int slot = __atomic_fetch_add(&slots, 1, __ATOMIC_RELAXED);
+      if (slot < limit) work(slot);
+    }
+    const int left = __atomic_sub_fetch(&inside, 2, __ATOMIC_SEQ_CST);
+    if (left == 1) wake_all(&inside);
+  }
+
+  void serve() {
+    int seen = 0;
+    for (;;) {
+      int now = __atomic_load_n(&ticket, __ATOMIC_SEQ_CST);
+      for (int i = 0; now == seen && i < g_spins; ++i) {
+        relax();
+        now = __atomic_load_n(&ticket, __ATOMIC_SEQ_CST);
+      }
+      if (now == seen) {
+        __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);
+        sleep_while(&ticket, seen);
+        __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
+        continue;
+      }
+      seen = now;
+      if (__atomic_load_n(&stop, __ATOMIC_SEQ_CST)) return;
+      if (now & 1) join(now);
+    }
+  }
+
+  void change_ticket() {
+    __atomic_fetch_add(&ticket, 1, __ATOMIC_SEQ_CST);
+  }
+
+  void run(int64_t count, int64_t piece, int most, void (*f)(void *, int, int64_t, int64_t),
+           void *data) {
+    body = f, ctx = data, n = count, grain = piece, limit = most;
+    next = 0, slots = 1;  // the caller is slot 0
+    change_ticket();
+    if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST)) wake_all(&ticket);
+    work(0);
+    change_ticket();
+    for (int i = 0; i < g_spins && __atomic_load_n(&inside, __ATOMIC_SEQ_CST); ++i) relax();
+    if (!__atomic_load_n(&inside, __ATOMIC_SEQ_CST)) return;
+    int left = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+    while (left > 1) {
+      sleep_while(&inside, left);
+      left = __atomic_load_n(&inside, __ATOMIC_SEQ_CST);
+    }
+    __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+  }
 };
 
-void work(void *data) {
-  Region &r = *static_cast<Region *>(data);
-  const int slot = __atomic_fetch_add(&r.slots, 1, __ATOMIC_RELAXED);
-  for (;;) {
-    const int64_t begin = __atomic_fetch_add(&r.next, r.grain, __ATOMIC_RELAXED);
-    if (begin >= r.n) return;
-    r.body(r.ctx, slot, begin, begin + r.grain < r.n ? begin + r.grain : r.n);
+Pool *g_pool = nullptr;
+pthread_mutex_t g_region = PTHREAD_MUTEX_INITIALIZER;  // one region at a time
+thread_local bool t_inside = false;                    // a body that calls a kernel runs it alone
+
+void *serve(void *pool) {
+  t_inside = true;
+  static_cast<Pool *>(pool)->serve();
+  return nullptr;
+}
+
+void resize(int threads) {
+  pthread_mutex_lock(&g_region);
+  Pool *old = g_pool;
+  if (old) {
+    __atomic_store_n(&old->stop, true, __ATOMIC_SEQ_CST);
+    old->change_ticket();
+    wake_all(&old->ticket);
+    for (int i = 0; i < old->threads - 1; ++i) pthread_join(old->workers[i], nullptr);
+    delete[] old->workers;
+    delete old;
+    g_pool = nullptr;
   }
+  Pool *pool = threads > 1 ? new (std::nothrow) Pool : nullptr;
+  if (pool) {
+    pool->workers = new (std::nothrow) pthread_t[size_t(threads - 1)];
+    for (int i = 0; pool->workers && i < threads - 1; ++i) {
+      if (pthread_create(&pool->workers[i], nullptr, serve, pool)) break;
+      pool->threads = i + 2;
+    }
+  }
+  __atomic_store_n(&g_pool, pool, __ATOMIC_RELEASE);
+  pthread_mutex_unlock(&g_region);
 }
 
 struct Buffer {
@@ -34,29 +175,36 @@ struct Buffer {
   size_t size = 0;
   ~Buffer() { std::free(memory); }
 };
-thread_local Buffer t_buffer;
+thread_local Buffer t_buffers[2];
 
 }  // namespace
 
 int max_threads() {
-  return __atomic_load_n(&g_parallel, __ATOMIC_ACQUIRE)
-             ? __atomic_load_n(&g_threads, __ATOMIC_RELAXED)
-             : 1;
+  const Pool *pool = __atomic_load_n(&g_pool, __ATOMIC_ACQUIRE);
+  return pool && !t_inside ? pool->threads : 1;
 }
 
 void parallel_for(int64_t n, int64_t grain, int threads,
                   void (*body)(void *, int, int64_t, int64_t), void *ctx) {
   if (n <= 0) return;
-  const octavo_gomp_parallel parallel = __atomic_load_n(&g_parallel, __ATOMIC_ACQUIRE);
   const int64_t pieces = (n + grain - 1) / grain;
   if (pieces < threads) threads = static_cast<int>(pieces);
-  if (threads <= 1 || !parallel) return body(ctx, 0, 0, n);
-  Region region = {body, ctx, n, grain, 0, 0};
-  parallel(work, &region, static_cast<unsigned>(threads), 0);
+  if (threads <= 1 || t_inside || !__atomic_load_n(&g_pool, __ATOMIC_ACQUIRE))
+    return body(ctx, 0, 0, n);
+  // A second caller (another thread of the host program) does not wait for the first: it works alone.
+  if (pthread_mutex_trylock(&g_region)) return body(ctx, 0, 0, n);
+  if (Pool *pool = g_pool) {
+    t_inside = true;
+    pool->run(n, grain, threads < pool->threads ? threads : pool->threads, body, ctx);
+    t_inside = false;
+  } else {
+    body(ctx, 0, 0, n);
+  }
+  pthread_mutex_unlock(&g_region);
 }
 
-void *scratch(size_t bytes) {
-  Buffer &b = t_buffer;
+void *scratch(size_t bytes, int level) {
+  Buffer &b = t_buffers[level];
   if (bytes > b.size) {
     std::free(b.memory);
     b.size = 0;
@@ -71,9 +219,10 @@ void *scratch(size_t bytes) {
 }  // namespace octavo
 
 extern "C" {
-void octavo_set_threads(octavo_gomp_parallel parallel, int threads) {
-  __atomic_store_n(&octavo::g_threads, threads > 1 ? threads : 1, __ATOMIC_RELAXED);
-  __atomic_store_n(&octavo::g_parallel, threads > 1 ? parallel : nullptr, __ATOMIC_RELEASE);
+int octavo_set_threads(int threads, int spins) {
+  if (spins >= 0) octavo::g_spins = spins;
+  octavo::resize(threads);
+  return octavo::max_threads();
 }
 int octavo_threads(void) { return octavo::max_threads(); }
 }

@@ -14,8 +14,9 @@ int max_threads();
 void parallel_for(int64_t n, int64_t grain, int threads,
                   void (*body)(void *ctx, int slot, int64_t begin, int64_t end), void *ctx);
 
-// Memory of the calling thread, 64-byte aligned, valid until its next call; null if there is none.
-// Kernels call it once, before they go parallel: it belongs to the call, never to a worker.
-void *scratch(size_t bytes);
+// Memory of the calling thread, 64-byte aligned, valid until its next call for the same level; null if
+// there is none. Kernels call it before they go parallel: it belongs to the call, never to a worker.
+// Level 0 is for an op, 1 for what calls ops.
+void *scratch(size_t bytes, int level = 0);
 
 }  // namespace octavo

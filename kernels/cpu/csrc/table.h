@@ -12,4 +12,9 @@ struct KernelTable {
   decltype(&octavo_act_and_mul) act_and_mul;
   decltype(&octavo_sample) sample;
   decltype(&octavo_token_logprobs) token_logprobs;
+  decltype(&octavo_weight_bytes) weight_bytes;
+  decltype(&octavo_pack_weight) pack_weight;
+  decltype(&octavo_unpack_rows) unpack_rows;
+  decltype(&octavo_linear) linear;
+  decltype(&octavo_decoder_layer) decoder_layer;
 };

@@ -1,0 +1,128 @@
+// A decoder layer of the Llama kind as one call: what a step spends on calling ops, and the passes
+// over memory between them, are most of a small step.
+//
+// The residual is added where a product ends, the activation where gate and up end; norms are taken
+// where their product's activations are made (and quantised, if its weights are integers); rotation
+// and the cache's scatter share a pass. Every element is computed by the same instructions as by the
+// single ops, so both ways give the same bits.
+#include "kv_cache.h"
+#include "linear.h"
+#include "norm.h"
+#include "rotary.h"
+
+namespace OCTAVO_NS {
+namespace {
+
+// f(begin, end) over rows; a few rows are not worth a region.
+template <class F>
+void over_rows(int64_t rows, int64_t work_per_row, F &&f) {
+  const int64_t grain = 1 + 16384 / (work_per_row + 1);
+  if (rows <= grain) return f(0, rows);
+  parallel(rows, grain, octavo::max_threads(), [&](int, int64_t begin, int64_t end) { f(begin, end); });
+}
+
+struct Buffers {
+  float *normed, *qkv, *mixed, *middle;
+  char *codes;
+};
+
+int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The layer's product w of x, which is [rows, w.k] float32: quantised first if w is.
+void product(const octavo_weight &w, const float *x, int64_t rows, char *codes, const Epilogue &e) {
+  if (!is_integer(w)) return multiply(w, x, w.k, nullptr, rows, e);
+  const Quantized q = quantized_at(w, rows, codes);
+  over_rows(rows, w.k, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) quantize_row(x + i * w.k, w.k, q, i);
+  });
+  multiply(w, nullptr, 0, &q, rows, e);
+}
+
+// The same of norm(x): each row is normed and quantised in one go.
+void normed_product(const octavo_layer &l, const float *norm, const octavo_weight &w, const float *x,
+                    int64_t rows, const Buffers &b, const Epilogue &e) {
+  const bool integer = is_integer(w);
+  Quantized q = {};
+  if (integer) q = quantized_at(w, rows, b.codes);
+  over_rows(rows, w.k, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      norm_row(b.normed + i * w.k, x + i * w.k, norm, w.k, l.eps, l.norm_offset);
+      if (integer) quantize_row(b.normed + i * w.k, w.k, q, i);
+    }
+  });
+  multiply(w, b.normed, w.k, integer ? &q : nullptr, rows, e);
+}
+
+void rotate_and_store(const octavo_layer &l, const octavo_layer_step &step, float *qkv) {
+  const octavo_write_step &s = *step.write;
+  const octavo_attention_step &a = *step.attention;
+  float *k = qkv + int64_t(a.q_heads) * a.head_size, *v = k + int64_t(s.kv_heads) * s.head_size;
+  with_dtype(s.kv_dtype, [&](auto *type) {
+    using C = decltype(type);
+    over_rows(step.rows, l.qkv.n * 4, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        const int64_t position = step.positions[t];
+        if (position < 0) continue;
+        const float *row = l.cos_sin + position * l.rotary_dim;
+        const int half = l.rotary_dim / 2;
+        rotate_heads(qkv + t * l.qkv.n, a.q_heads, a.head_size, row, half, l.rotary_style);
+        rotate_heads(k + t * l.qkv.n, a.kv_heads, a.head_size, row, half, l.rotary_style);
+      }
+      write_tokens(s, static_cast<C>(l.k_cache), static_cast<C>(l.v_cache), k, v, begin, end);
+    });
+    return 0;
+  });
+}
+
+}  // namespace
+
+int decoder_layer(const octavo_layer *layer, const octavo_layer_step *step, float *x) {
+  const octavo_layer &l = *layer;
+  const octavo_attention_step &a = *step->attention;
+  const int64_t rows = step->rows, hidden = l.qkv.k;
+  if (!valid(l.qkv) || !valid(l.out) || !valid(l.gate_up) || !valid(l.down) || !l.gate_up.gated ||
+      l.qkv.gated || l.out.n != hidden || l.gate_up.k != hidden || l.down.n != hidden ||
+      l.down.k * 2 != l.gate_up.n || a.x_dtype != OCTAVO_F32 || a.q_row_stride != l.qkv.n ||
+      a.out_row_stride != l.out.k ||
+      l.qkv.n != int64_t(a.q_heads + a.kv_heads) * a.head_size + int64_t(a.kv_heads) * a.head_size_v)
+    return OCTAVO_BAD_ARGUMENT;
+  if (rows <= 0) return OCTAVO_OK;
+  int64_t codes = 0;
+  const octavo_weight *const weights[] = {&l.qkv, &l.out, &l.gate_up, &l.down};
+  for (const octavo_weight *w : weights)
+    if (is_integer(*w)) codes = max(codes, quantized_bytes(*w, rows));
+  // q, k and v are dead when the feed-forward's middle is made.
+  const int64_t shared = max(l.qkv.n, l.down.k);
+  auto floats = [](int64_t n) { return (n + 15) & ~int64_t(15); };
+  char *memory = static_cast<char *>(octavo::scratch(
+      size_t(codes + 4 * (floats(rows * hidden) + floats(rows * shared) + floats(rows * l.out.k))), 1));
+  if (!memory) return OCTAVO_NO_MEMORY;
+  Buffers b;
+  b.codes = memory;
+  b.normed = reinterpret_cast<float *>(memory + codes);
+  b.qkv = b.middle = b.normed + floats(rows * hidden);
+  b.mixed = b.qkv + floats(rows * shared);
+
+  Epilogue e = {b.qkv, l.qkv.n};
+  e.bias = l.qkv_bias;
+  normed_product(l, l.norm_1, l.qkv, x, rows, b, e);
+  rotate_and_store(l, *step, b.qkv);
+  const int status = paged_attention(&a, &l.attention, b.mixed, b.qkv, l.k_cache, l.v_cache);
+  if (status) return status;
+  e = {x, hidden};
+  e.bias = l.out_bias;
+  e.add = true;
+  product(l.out, b.mixed, rows, b.codes, e);
+
+  e = {b.middle, l.down.k};
+  e.bias = l.gate_up_bias;
+  e.act = l.act;
+  normed_product(l, l.norm_2, l.gate_up, x, rows, b, e);
+  e = {x, hidden};
+  e.bias = l.down_bias;
+  e.add = true;
+  product(l.down, b.middle, rows, b.codes, e);
+  return OCTAVO_OK;
+}
+
+}  // namespace OCTAVO_NS

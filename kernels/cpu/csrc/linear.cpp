@@ -1,0 +1,489 @@
+// Products of activations with packed weights, and the packing. See linear.h for the layouts.
+//
+// Register tiles of several rows by one panel of columns; the weights of a panel are streamed once
+// per block of rows, whose activations stay in the cache (the scheme of Goto & van de Geijn 2008,
+// with whole panels in place of blocks along the inner dimension: that keeps sums in one order).
+#include "linear.h"
+
+#include "activation.h"
+
+namespace OCTAVO_NS {
+namespace {
+
+constexpr int64_t kRowBlock = 112;       // rows whose activations should stay in the L2 cache
+constexpr int64_t kPieceBytes = 1 << 16;  // of weights: less is not worth a hand-out
+
+template <int MAX, class F>
+OCTAVO_INLINE void with_rows(int rows, F &&f) {
+  if constexpr (MAX > 0) {
+    if (rows == MAX) return f.template operator()<MAX>();
+    with_rows<MAX - 1>(rows, f);
+  }
+}
+
+// --- register tiles ---
+
+// One row is bound by memory: ask for what comes a few lines later.
+constexpr int kAhead = 1024;
+OCTAVO_INLINE void prefetch(const void *p) { __builtin_prefetch(static_cast<const char *>(p) + kAhead, 0, 3); }
+
+template <int MR, class T>
+OCTAVO_INLINE void float_tile(const float *a, int64_t lda, const T *b, int64_t k,
+                              vf (&acc)[MR][kVectors]) {
+  for (int64_t i = 0; i < k; ++i, b += kPanel) {
+    if constexpr (MR == 1)
+      for (int j = 0; j < kVectors; j += 64 / (W * int(sizeof(T))) > 0 ? 64 / (W * int(sizeof(T))) : 1)
+        prefetch(b + j * W);
+    vf w[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) w[j] = load(b + j * W);
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) {
+      const vf x = splat(a[m * lda + i]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) acc[m][j] = fma(x, w[j], acc[m][j]);
+    }
+  }
+}
+
+template <int MR>
+OCTAVO_INLINE void int_tile(const Activation *a, int64_t lda, const int8_t *b, int64_t steps,
+                            vi (&acc)[MR][kVectors]) {
+  for (int64_t i = 0; i < steps; ++i, a += kStep, b += kPanel * kStep) {
+    if constexpr (MR == 1)
+      for (int j = 0; j < kPanel * kStep; j += 64) prefetch(b + j);
+    vi w[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) w[j] = load_codes(b + j * W * kStep);
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) {
+      const vi x = splat_i(load_step(a + m * lda));
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) acc[m][j] = dot(acc[m][j], w[j], x);
+    }
+  }
+}
+
+template <int MR>
+OCTAVO_INLINE void group_tile(const Quantized &q, int64_t row, const uint8_t *b, int64_t groups,
+                              vf (&acc)[MR][kVectors]) {
+  const int64_t lda = q.stride;
+  const Activation *a = q.codes + row * lda;
+  for (int64_t g = 0; g < groups; ++g) {
+    vi sum[MR][kVectors] = {};
+    for (int64_t i = 0; i < q.group; i += 8, a += 8, b += kPanel * 4) {
+      if constexpr (MR == 1)
+        for (int j = 0; j < kPanel * 4; j += 64) prefetch(b + j);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        const vu codes = (vu)*reinterpret_cast<const vi_mem *>(b + j * W * 4);
+#pragma GCC unroll 4
+        for (int part = 0; part < 8 / kStep; ++part) {
+          const vu mask = splat_u(kStep == 4 ? 0x0f0f0f0fu : 0x000f000fu);
+          const int shift = kStep == 4 ? part * 4 : (part % 2) * 8 + part / 2 * 4;
+          const vi w = (vi)((codes >> shift) & mask);
+#pragma GCC unroll 8
+          for (int m = 0; m < MR; ++m)
+            sum[m][j] = dot(sum[m][j], w, splat_i(load_step(a + m * lda + part * kStep)));
+        }
+      }
+    }
+    const f16 *scales = reinterpret_cast<const f16 *>(b), *minima = scales + kPanel;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      const vf d = load(scales + j * W), low = load(minima + j * W);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m) {
+        acc[m][j] = fma(__builtin_convertvector(sum[m][j], vf), d, acc[m][j]);
+        acc[m][j] = fma(splat(float(q.sums[(row + m) * q.groups + g])), low, acc[m][j]);
+      }
+    }
+    b += 4 * kPanel;
+  }
+}
+
+// --- from accumulators to the result ---
+
+OCTAVO_INLINE void put(float *to, vf y, int64_t n, bool add) {
+  if (n >= W) return store(to, add ? load(to) + y : y);
+  if (n > 0) store_part(to, add ? load_part(to, int(n)) + y : y, int(n));
+}
+OCTAVO_INLINE vf bias_at(const float *bias, int64_t at, int64_t n) {
+  return n >= W ? load(bias + at) : n > 0 ? load_part(bias + at, int(n)) : vf{};
+}
+
+template <int MR>
+OCTAVO_INLINE void finish(const octavo_weight &w, const Epilogue &e, int64_t panel, int64_t row,
+                          vf (&acc)[MR][kVectors]) {
+  const int64_t half = w.n / 2;
+  constexpr int pairs = kVectors / 2;
+  const int64_t first = panel * (w.gated ? kPanel / 2 : kPanel);
+  if (e.bias) {
+    for (int j = 0; j < kVectors; ++j) {
+      const int64_t at = w.gated ? first + (j % pairs) * W : first + j * W;
+      const int64_t n = (w.gated ? half : w.n) - at;
+      const vf b = bias_at(e.bias + (w.gated && j >= pairs ? half : 0), at, n);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m) acc[m][j] = acc[m][j] + b;
+    }
+  }
+  for (int m = 0; m < MR; ++m) {
+    float *out = e.out + (row + m) * e.stride;
+    if (!w.gated) {
+      for (int j = 0; j < kVectors; ++j)
+        put(out + first + j * W, acc[m][j], w.n - first - j * W, e.add);
+      continue;
+    }
+    for (int j = 0; j < pairs; ++j) {
+      const int64_t at = first + j * W;
+      if (e.act < 0) {
+        put(out + at, acc[m][j], half - at, e.add);
+        put(out + half + at, acc[m][j + pairs], half - at, e.add);
+      } else {
+        put(out + at, activate(e.act, acc[m][j]) * acc[m][j + pairs], half - at, e.add);
+      }
+    }
+  }
+}
+
+struct Product {
+  const octavo_weight &w;
+  const float *x;
+  int64_t x_stride;
+  const Quantized *q;
+  const Epilogue &e;
+};
+
+struct PanelTile {
+  const Product &p;
+  int64_t panel, row;
+  const char *b;
+
+  template <int MR>
+  OCTAVO_INLINE void floats() const {
+    const float *a = p.x + row * p.x_stride;
+    vf acc[MR][kVectors] = {};
+    switch (p.w.format) {
+      case OCTAVO_F32:
+        float_tile<MR>(a, p.x_stride, reinterpret_cast<const float *>(b), p.w.k, acc);
+        break;
+      case OCTAVO_BF16:
+        float_tile<MR>(a, p.x_stride, reinterpret_cast<const bf16 *>(b), p.w.k, acc);
+        break;
+      default:
+        float_tile<MR>(a, p.x_stride, reinterpret_cast<const f16 *>(b), p.w.k, acc);
+    }
+    finish<MR>(p.w, p.e, panel, row, acc);
+  }
+  template <int MR>
+  OCTAVO_INLINE void ints() const {
+    const int64_t inner = round_up(p.w.k, 4);
+    const float *scales = reinterpret_cast<const float *>(b + inner * kPanel);
+    vi sum[MR][kVectors] = {};
+    int_tile<MR>(p.q->codes + row * p.q->stride, p.q->stride, reinterpret_cast<const int8_t *>(b),
+                 inner / kStep, sum);
+    vf acc[MR][kVectors];
+    for (int j = 0; j < kVectors; ++j) {
+      const vf scale = load(scales + j * W);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m) {
+        const vi exact = sum[m][j] - splat_i(kOffset * p.q->sums[row + m]);
+        acc[m][j] = __builtin_convertvector(exact, vf) * (scale * splat(p.q->scales[row + m]));
+      }
+    }
+    finish<MR>(p.w, p.e, panel, row, acc);
+  }
+  template <int MR>
+  OCTAVO_INLINE void groups() const {
+    vf acc[MR][kVectors] = {};
+    group_tile<MR>(*p.q, row, reinterpret_cast<const uint8_t *>(b), p.q->groups, acc);
+    for (int j = 0; j < kVectors; ++j)
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m) acc[m][j] = acc[m][j] * splat(p.q->scales[row + m]);
+    finish<MR>(p.w, p.e, panel, row, acc);
+  }
+};
+struct FloatTile : PanelTile {
+  static constexpr int rows = kFloatRows;
+  template <int MR>
+  __attribute__((noinline)) void operator()() const {
+    floats<MR>();
+  }
+};
+struct IntTile : PanelTile {
+  static constexpr int rows = kIntRows;
+  template <int MR>
+  __attribute__((noinline)) void operator()() const {
+    ints<MR>();
+  }
+};
+struct GroupTile : PanelTile {
+  static constexpr int rows = kGroupRows;
+  template <int MR>
+  __attribute__((noinline)) void operator()() const {
+    groups<MR>();
+  }
+};
+
+// Rows [row, end) of one panel, in tiles of nearly equal height.
+template <class T>
+void panel_rows(const Product &p, int64_t panel, int64_t row, int64_t end, int64_t bytes) {
+  const char *b = static_cast<const char *>(p.w.data) + panel * bytes;
+  const int64_t tiles = (end - row + T::rows - 1) / T::rows;
+  for (int64_t i = 0, at = row; i < tiles; ++i) {
+    const int64_t n = (end - at + (tiles - i) - 1) / (tiles - i);
+    with_rows<T::rows>(int(n), T{{p, panel, at, b}});
+    at += n;
+  }
+}
+
+template <class T>
+void run(const Product &p, int64_t rows) {
+  const int64_t n = panels(p.w), bytes = panel_bytes(p.w);
+  const int threads = octavo::max_threads();
+  const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock;
+  int64_t grain = kPieceBytes / (bytes * (rows < 16 ? rows : 16)) + 1;
+  const int64_t fair = n * blocks / (threads * 8);
+  if (grain > fair) grain = fair > 0 ? fair : 1;
+  parallel(n * blocks, grain, threads, [&](int, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = rows * (i / n) / blocks, last = rows * (i / n + 1) / blocks;
+      panel_rows<T>(p, i % n, row, last, bytes);
+    }
+  });
+}
+
+// --- packing ---
+
+struct Source {
+  const void *const *parts;
+  const int64_t *part_rows;
+  int64_t k;
+};
+
+// The k elements of row `at` of the stacked parts, as float32; `buffer` holds them if need be.
+template <class S>
+const float *source_row(const Source &s, int64_t at, float *buffer, S *) {
+  int part = 0;
+  while (at >= s.part_rows[part]) at -= s.part_rows[part++];
+  const S *row = static_cast<const S *>(s.parts[part]) + at * s.k;
+  if constexpr (sizeof(S) == 4) {
+    return row;
+  } else {
+    for (int64_t i = 0; i < s.k; ++i) buffer[i] = to_float(row[i]);
+    return buffer;
+  }
+}
+
+template <class T>
+void pack_floats(T *panel, const float *row, int64_t k, int c) {
+  for (int64_t i = 0; i < k; ++i) from_float(panel + i * kPanel + c, row ? row[i] : 0.0f);
+}
+
+bool finite(const float *row, int64_t k) {
+  float poison = 0;
+  for (int64_t i = 0; i < k; ++i) poison += row[i] * 0.0f;
+  return poison == 0;
+}
+
+int32_t nearest(float x) { return int32_t(as_bits(x + 12582912.0f)) - 0x4b400000; }
+int32_t clamp(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
+
+void pack_int8(char *panel, const float *row, int64_t k, int c) {
+  const int64_t inner = round_up(k, 4);
+  int8_t *codes = reinterpret_cast<int8_t *>(panel);
+  float most = 0;
+  for (int64_t i = 0; row && i < k; ++i) {
+    const float magnitude = __builtin_fabsf(row[i]);
+    most = magnitude > most ? magnitude : most;
+  }
+  const bool good = !row || finite(row, k);
+  const float inverse = good && most > 1e-30f ? 127.0f / most : 0;
+  for (int64_t i = 0; i < inner; ++i) {
+    const int32_t code = row && i < k && good ? nearest(row[i] * inverse) : 0;
+    codes[(i / kStep * kPanel + c) * kStep + i % kStep] = static_cast<int8_t>(code + kOffset);
+  }
+  reinterpret_cast<float *>(panel + inner * kPanel)[c] =
+      !good ? __builtin_nanf("") : inverse > 0 ? most / 127.0f : 0;
+}
+
+// Scale and minimum of a group, as float16 holds them. Besides the plain range [min, max] / 15, a
+// range that some steps wider or narrower may fit better: the one with the least squared error wins.
+struct Range {
+  float scale, low;
+};
+float error_of(const float *x, int64_t n, Range r) {
+  const float inverse = r.scale > 0 ? 1.0f / r.scale : 0;
+  float sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float y = float(clamp(nearest((x[i] - r.low) * inverse), 0, 15)) * r.scale + r.low;
+    sum += (x[i] - y) * (x[i] - y);
+  }
+  return sum;
+}
+float as_half(float x) {
+  f16 h;
+  from_float(&h, x);
+  return to_float(h);
+}
+Range best_range(const float *x, int64_t n) {
+  float low = x[0], high = x[0];
+  for (int64_t i = 1; i < n; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+  }
+  Range best = {as_half((high - low) / 15), as_half(low)};
+  float least = error_of(x, n, best);
+  for (int levels = 8; levels < 18 && least > 0; ++levels)
+    for (int skip = 0; skip <= 2; ++skip) {
+      const float step = as_half((high - low) / float(levels));
+      const Range r = {step, as_half(low - float(levels < 15 ? skip : -skip) * 0.5f * step)};
+      const float error = error_of(x, n, r);
+      if (error < least) best = r, least = error;
+    }
+  return best;
+}
+
+void pack_int4(char *panel, const float *row, int64_t k, int64_t group, int c) {
+  for (int64_t g = 0; g < k / group; ++g) {
+    char *at = panel + g * group_bytes(group);
+    const float *x = row ? row + g * group : nullptr;
+    const bool good = !x || finite(x, group);
+    const Range r = x && good ? best_range(x, group) : Range{0, 0};
+    const float inverse = r.scale > 0 ? 1.0f / r.scale : 0;
+    for (int64_t i = 0; i < group; i += 8)
+      for (int b = 0; b < 4; ++b) {
+        const int place = kStep == 4 ? b : (b & 1) * 2 + (b >> 1);
+        uint8_t both = 0;
+        for (int half = 0; half < 2 && x && good; ++half)
+          both |= uint8_t(clamp(nearest((x[i + half * 4 + b] - r.low) * inverse), 0, 15) << (half * 4));
+        at[(i / 8 * kPanel + c) * 4 + place] = static_cast<char>(both);
+      }
+    f16 *scales = reinterpret_cast<f16 *>(at + group / 2 * kPanel);
+    from_float(scales + c, good ? r.scale : __builtin_nanf(""));
+    from_float(scales + kPanel + c, r.low);
+  }
+}
+
+template <class S>
+int pack_panels(const octavo_weight &w, const Source &s, S *type) {
+  const int64_t bytes = panel_bytes(w);
+  float *rows = static_cast<float *>(
+      octavo::scratch(size_t(octavo::max_threads()) * size_t(w.k) * sizeof(float)));
+  if (!rows) return OCTAVO_NO_MEMORY;
+  parallel(panels(w), 1, octavo::max_threads(), [&](int slot, int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      char *panel = static_cast<char *>(const_cast<void *>(w.data)) + p * bytes;
+      for (int c = 0; c < kPanel; ++c) {
+        const Column col = column(w, p, c);
+        const float *row = col.exists ? source_row(s, col.at, rows + slot * w.k, type) : nullptr;
+        switch (w.format) {
+          case OCTAVO_F32:
+            pack_floats(reinterpret_cast<float *>(panel), row, w.k, c);
+            break;
+          case OCTAVO_BF16:
+            pack_floats(reinterpret_cast<bf16 *>(panel), row, w.k, c);
+            break;
+          case OCTAVO_F16:
+            pack_floats(reinterpret_cast<f16 *>(panel), row, w.k, c);
+            break;
+          case OCTAVO_INT8:
+            pack_int8(panel, row, w.k, c);
+            break;
+          default:
+            pack_int4(panel, row, w.k, w.group, c);
+        }
+      }
+    }
+  });
+  return OCTAVO_OK;
+}
+
+}  // namespace
+
+void multiply(const octavo_weight &w, const float *x, int64_t x_stride, const Quantized *q,
+              int64_t rows, const Epilogue &e) {
+  if (rows <= 0) return;
+  const Product p = {w, x, x_stride, q, e};
+  if (w.format == OCTAVO_INT8) return run<IntTile>(p, rows);
+  if (w.format == OCTAVO_INT4) return run<GroupTile>(p, rows);
+  run<FloatTile>(p, rows);
+}
+
+int64_t weight_bytes(const octavo_weight *w) { return valid(*w) ? panels(*w) * panel_bytes(*w) : -1; }
+
+int pack_weight(const octavo_weight *w, const void *const *parts, const int64_t *part_rows,
+                int dtype) {
+  if (!valid(*w)) return OCTAVO_BAD_ARGUMENT;
+  const Source s = {parts, part_rows, w->k};
+  return with_dtype(dtype, [&](auto *type) { return pack_panels(*w, s, type); });
+}
+
+// Row `r` of w as float32, from the packed form.
+static void unpack_row(const octavo_weight &w, int64_t r, float *to) {
+  const int64_t half = kPanel / 2;
+  const int64_t at = w.gated ? r % (w.n / 2) : r;
+  const int64_t panel = w.gated ? at / half : at / kPanel;
+  const int64_t c = w.gated ? at % half + (r >= w.n / 2 ? half : 0) : at % kPanel;
+  const char *b = static_cast<const char *>(w.data) + panel * panel_bytes(w);
+  for (int64_t i = 0; i < w.k; ++i) {
+    const int64_t flat = i * kPanel + c;
+    switch (w.format) {
+      case OCTAVO_F32:
+        to[i] = reinterpret_cast<const float *>(b)[flat];
+        break;
+      case OCTAVO_BF16:
+        to[i] = to_float(reinterpret_cast<const bf16 *>(b)[flat]);
+        break;
+      case OCTAVO_F16:
+        to[i] = to_float(reinterpret_cast<const f16 *>(b)[flat]);
+        break;
+      case OCTAVO_INT8: {
+        const uint8_t code = uint8_t(b[(i / kStep * kPanel + c) * kStep + i % kStep]);
+        const int value = int8_t(uint8_t(code - kOffset));
+        to[i] = float(value) * reinterpret_cast<const float *>(b + round_up(w.k, 4) * kPanel)[c];
+        break;
+      }
+      default: {
+        const char *group = b + i / w.group * group_bytes(w.group);
+        const int64_t in = i % w.group, e = in % 4;
+        const int64_t place = kStep == 4 ? e : (e & 1) * 2 + (e >> 1);
+        const uint8_t both = uint8_t(group[(in / 8 * kPanel + c) * 4 + place]);
+        const f16 *scales = reinterpret_cast<const f16 *>(group + w.group / 2 * kPanel);
+        to[i] = float(in % 8 < 4 ? both & 15 : both >> 4) * to_float(scales[c]) +
+                to_float(scales[kPanel + c]);
+      }
+    }
+  }
+}
+
+int unpack_rows(const octavo_weight *w, float *out, const int64_t *rows, int64_t count) {
+  if (!valid(*w)) return OCTAVO_BAD_ARGUMENT;
+  const int64_t grain = 1 + 8192 / (w->k + 1);
+  parallel(count, grain, octavo::max_threads(), [&](int, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) unpack_row(*w, rows[i], out + i * w->k);
+  });
+  return OCTAVO_OK;
+}
+
+int linear(const octavo_weight *w, float *out, int64_t out_stride, const float *x,
+           int64_t x_stride, int64_t rows, const float *bias) {
+  if (!valid(*w)) return OCTAVO_BAD_ARGUMENT;
+  if (rows <= 0) return OCTAVO_OK;
+  Epilogue e = {out, out_stride};
+  e.bias = bias;
+  if (!is_integer(*w)) {
+    multiply(*w, x, x_stride, nullptr, rows, e);
+    return OCTAVO_OK;
+  }
+  void *memory = octavo::scratch(size_t(quantized_bytes(*w, rows)));
+  if (!memory) return OCTAVO_NO_MEMORY;
+  const Quantized q = quantized_at(*w, rows, memory);
+  parallel(rows, 1 + 16384 / (w->k + 1), octavo::max_threads(), [&](int, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) quantize_row(x + i * x_stride, w->k, q, i);
+  });
+  multiply(*w, nullptr, 0, &q, rows, e);
+  return OCTAVO_OK;
+}
+
+}  // namespace OCTAVO_NS

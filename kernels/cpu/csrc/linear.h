@@ -1,0 +1,242 @@
+// Matrix products with packed weights: what packing, products and the fused layer share.
+//
+// A weight lies in panels of kPanel output columns. In a panel all that one step along the inner
+// dimension needs is contiguous, so a product reads each panel once, front to back:
+//   float32, bfloat16, float16   [k][kPanel]
+//   int8    [k / kStep][kPanel][kStep] codes, then float32 scales [kPanel]
+//   int4    per group of inner elements: [group / 8][kPanel][4] bytes (element i in the low half of
+//           byte i, element i + 4 in the high half), then float16 scales and minima [kPanel] each
+// A gated weight holds gate rows in the first half of every panel's vectors and the up rows that
+// belong to them in the second, so that act(gate) * up needs no other panel.
+//
+// A row's bits do not depend on its company: every output element is one chain of multiply-adds in
+// order of k (int8: an exact integer; int4: exact within a group, then groups in order).
+#pragma once
+#include "vec.h"
+
+namespace OCTAVO_NS {
+namespace {
+
+#if defined(__AVX2__)
+constexpr int kVectors = 2;
+#else
+constexpr int kVectors = 4;
+#endif
+constexpr int kPanel = kVectors * W;
+
+// Row tiles: accumulators, one step's weights and one activation have to fit the registers.
+#if defined(__AVX512F__)
+constexpr int kFloatRows = 14, kIntRows = 14, kGroupRows = 6;
+#elif defined(__AVX2__)
+constexpr int kFloatRows = 6, kIntRows = 5, kGroupRows = 2;
+#elif defined(__aarch64__) || defined(__powerpc64__)
+constexpr int kFloatRows = 6, kIntRows = 5, kGroupRows = 2;
+#else
+constexpr int kFloatRows = 2, kIntRows = 2, kGroupRows = 1;
+#endif
+
+// --- integer dot products: acc[lane] += sum over kStep of weight * activation, exact in int32 ---
+
+typedef int16_t vs16 __attribute__((vector_size(W * 4)));
+typedef int8_t vs8_half __attribute__((vector_size(W * 2), aligned(1), may_alias));
+typedef int32_t vi_mem __attribute__((vector_size(W * 4), aligned(1), may_alias));
+
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD) || defined(__powerpc64__)
+constexpr int kStep = 4;      // inner elements in a 32-bit lane
+typedef int8_t Activation;
+#else
+constexpr int kStep = 2;      // 16-bit products: vpmaddubsw would saturate
+typedef int16_t Activation;
+#endif
+// What is added to a signed weight before it is stored, where the instruction wants unsigned ones.
+#if defined(__AVX512VNNI__) || defined(__powerpc64__)
+constexpr int kOffset = 128;
+#else
+constexpr int kOffset = 0;
+#endif
+constexpr int64_t kInnerMultiple = 64;  // rows of activations are padded with zeros to this
+
+OCTAVO_INLINE vi dot(vi acc, vi weight, vi x) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weight, (__m512i)x);
+#elif defined(__AVX512BW__)
+  return acc + (vi)_mm512_madd_epi16((__m512i)weight, (__m512i)x);
+#elif defined(__AVX2__)
+  return acc + (vi)_mm256_madd_epi16((__m256i)weight, (__m256i)x);
+#elif defined(__x86_64__)
+  return acc + (vi)_mm_madd_epi16((__m128i)weight, (__m128i)x);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)weight, (int8x16_t)x);
+#elif defined(__aarch64__)
+  int32x4_t lo = vmull_s16(vget_low_s16((int16x8_t)weight), vget_low_s16((int16x8_t)x));
+  int32x4_t hi = vmull_high_s16((int16x8_t)weight, (int16x8_t)x);
+  return acc + (vi)vpaddq_s32(lo, hi);
+#elif defined(__powerpc64__)
+  return (vi)vec_msum((__vector signed char)x, (__vector unsigned char)weight,
+                      (__vector signed int)acc);
+#else
+  vi r = acc;
+  const vs16 a = (vs16)weight, b = (vs16)x;
+  for (int i = 0; i < W; ++i) r[i] += int32_t(a[2 * i]) * b[2 * i] + int32_t(a[2 * i + 1]) * b[2 * i + 1];
+  return r;
+#endif
+}
+
+// The W lanes of stored int8 codes that `dot` takes: kStep bytes a lane.
+OCTAVO_INLINE vi load_codes(const int8_t *p) {
+  if constexpr (kStep == 4) return *reinterpret_cast<const vi_mem *>(p);
+#if defined(__AVX512BW__)
+  return (vi)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#else
+  return (vi)__builtin_convertvector(*reinterpret_cast<const vs8_half *>(p), vs16);
+#endif
+}
+OCTAVO_INLINE int32_t load_step(const Activation *p) {
+  int32_t r;
+  __builtin_memcpy(&r, p, 4);
+  return r;
+}
+
+// --- weights ---
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline int64_t panels(const octavo_weight &w) {
+  return w.gated ? (w.n / 2 + kPanel / 2 - 1) / (kPanel / 2) : (w.n + kPanel - 1) / kPanel;
+}
+inline int64_t group_bytes(int64_t group) { return group / 2 * kPanel + 4 * kPanel; }
+inline int64_t panel_bytes(const octavo_weight &w) {
+  switch (w.format) {
+    case OCTAVO_F32:
+      return w.k * kPanel * 4;
+    case OCTAVO_BF16:
+    case OCTAVO_F16:
+      return round_up(w.k * kPanel * 2, 64);
+    case OCTAVO_INT8:
+      return round_up(round_up(w.k, 4) * kPanel + 4 * kPanel, 64);
+    default:
+      return round_up(w.k / w.group * group_bytes(w.group), 64);
+  }
+}
+inline bool valid(const octavo_weight &w) {
+  if (w.n <= 0 || w.k <= 0 || (w.gated && w.n % 2)) return false;
+  if (w.format == OCTAVO_INT8) return w.k <= OCTAVO_INT8_MAX_K;
+  if (w.format == OCTAVO_INT4) return w.group >= 8 && w.group % 8 == 0 && w.k % w.group == 0 && w.group <= 4096;
+  return w.format == OCTAVO_F32 || w.format == OCTAVO_BF16 || w.format == OCTAVO_F16;
+}
+inline bool is_integer(const octavo_weight &w) {
+  return w.format == OCTAVO_INT8 || w.format == OCTAVO_INT4;
+}
+// The output of column c of panel p; at or past n (or, gated, past its half) there is none.
+struct Column {
+  int64_t at;
+  bool exists;
+};
+inline Column column(const octavo_weight &w, int64_t panel, int c) {
+  if (!w.gated) return {panel * kPanel + c, panel * kPanel + c < w.n};
+  constexpr int half = kPanel / 2;
+  const int64_t at = panel * half + c % half;
+  return {at + (c < half ? 0 : w.n / 2), at < w.n / 2};
+}
+
+// --- quantised activations: per row codes in [-127, 127], a scale, and sums of codes ---
+
+struct Quantized {
+  Activation *codes;  // [rows, stride]
+  float *scales;      // [rows]
+  int32_t *sums;      // [rows, groups]: sums of the codes of each group; int8: of the row
+  int64_t stride, groups, group;
+};
+
+inline int64_t inner_stride(int64_t k) { return round_up(k, kInnerMultiple); }
+inline int64_t quantized_bytes(const octavo_weight &w, int64_t rows) {
+  const int64_t groups = w.format == OCTAVO_INT4 ? w.k / w.group : 1;
+  return round_up(rows * inner_stride(w.k) * int64_t(sizeof(Activation)), 64) +
+         round_up(rows * 4, 64) + round_up(rows * groups * 4, 64);
+}
+inline Quantized quantized_at(const octavo_weight &w, int64_t rows, void *memory) {
+  Quantized q;
+  char *at = static_cast<char *>(memory);
+  q.stride = inner_stride(w.k);
+  q.group = w.format == OCTAVO_INT4 ? w.group : w.k;
+  q.groups = w.k / q.group;
+  q.codes = reinterpret_cast<Activation *>(at);
+  at += round_up(rows * q.stride * int64_t(sizeof(Activation)), 64);
+  q.scales = reinterpret_cast<float *>(at);
+  q.sums = reinterpret_cast<int32_t *>(at + round_up(rows * 4, 64));
+  return q;
+}
+
+OCTAVO_INLINE vi to_codes(vf x) {  // nearest even, for |x| < 2^22
+  return (vi)(x + 12582912.0f) - splat_i(0x4b400000);
+}
+
+OCTAVO_INLINE void store_codes(Activation *to, vi c) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Activation) == 1)
+    return _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8((__m512i)c));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm512_cvtepi32_epi16((__m512i)c));
+#else
+  typedef Activation narrow_mem __attribute__((vector_size(W * sizeof(Activation)), aligned(1), may_alias));
+  *reinterpret_cast<narrow_mem *>(to) = __builtin_convertvector(c, narrow_mem);
+#endif
+}
+
+// Row-wise symmetric: scale = max |x| / 127. A row with a NaN or infinity gets a NaN scale, and so a
+// NaN result: it is never quietly wrong.
+inline void quantize_row(const float *x, int64_t k, const Quantized &q, int64_t row) {
+  vf top = {};
+  int64_t i = 0;
+  const vu magnitude = splat_u(0x7fffffffu);
+  for (; i + W <= k; i += W) top = vmax(top, (vf)((vu)load(x + i) & magnitude));
+  if (i < k) top = vmax(top, (vf)((vu)load_part(x + i, int(k - i)) & magnitude));
+  // vmax(a, NaN) is NaN, but the next vmax(NaN, b) is b: look for them apart.
+  vf poison = {};
+  for (i = 0; i + W <= k; i += W) poison = fma(load(x + i), vf{}, poison);
+  if (i < k) poison = fma(load_part(x + i, int(k - i)), vf{}, poison);
+  const float most = hmax(top), bad = hsum(poison);
+  const float inverse = most > 0 && bad == 0 ? 127.0f / most : 0.0f;
+  // 127 / most overflows for subnormal rows: they are zero for all that follows.
+  const float safe = inverse < 3.4e38f ? inverse : 0.0f;
+  q.scales[row] = bad == 0 ? (safe > 0 ? most / 127.0f : 0.0f) : __builtin_nanf("");
+  const vf factor = splat(safe);
+  Activation *codes = q.codes + row * q.stride;
+  int32_t *sums = q.sums + row * q.groups;
+  for (int64_t g = 0; g < q.groups; ++g) {
+    const int64_t end = (g + 1) * q.group;
+    vi sum = {};
+    for (i = g * q.group; i < end; i += W) {
+      const int n = end - i < W ? int(end - i) : W;
+      vi c = to_codes((n == W ? load(x + i) : load_part(x + i, n)) * factor);
+      if (bad != 0) c = vi{};
+      sum = sum + c;
+      if (n == W)
+        store_codes(codes + i, c);
+      else
+        for (int j = 0; j < n; ++j) codes[i + j] = static_cast<Activation>(c[j]);
+    }
+    int32_t total = 0;
+    for (int j = 0; j < W; ++j) total += sum[j];
+    sums[g] = total;
+  }
+  for (i = k; i < q.stride; ++i) codes[i] = 0;
+}
+
+// --- what becomes of a product ---
+
+struct Epilogue {
+  float *out;
+  int64_t stride;
+  const float *bias = nullptr;  // [n]
+  bool add = false;             // onto what out holds
+  int act = -1;                 // gated weights: out[:, n / 2] = act(gate) * up
+};
+
+}  // namespace
+
+// x: float32 rows for float weights, Quantized for integer ones. Opens one parallel region.
+void multiply(const octavo_weight &w, const float *x, int64_t x_stride, const Quantized *q,
+              int64_t rows, const Epilogue &e);
+
+}  // namespace OCTAVO_NS

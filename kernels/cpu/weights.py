@@ -1,0 +1,215 @@
+"""Packed weights, products with them, and the decoder layer in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from octavo.kernels.cpu.library import BF16, F16, F32, INT4, INT8, address, dtype_code, fail, lib
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.cpu.library import HostArray
+    from octavo.kernels.cpu.steps import AttentionLayer, AttentionStep, WriteStep
+
+FORMATS: Final = {"float32": F32, "bfloat16": BF16, "float16": F16, "int8": INT8, "int4": INT4}
+GROUP: Final = 32  # inputs that share a scale in int4, unless asked otherwise
+_ALIGNMENT: Final = 64
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
+    )
+
+
+class PackedWeight:
+    """A weight [n, k] in the layout of the instruction set in use, in one buffer.
+
+    format: float32, bfloat16, float16, int8 (a scale per output) or int4 (a scale and a minimum per
+    output and `group` inputs). gated: the first half of the outputs are gate rows, the second the up
+    rows that belong to them.
+    """
+
+    __slots__ = ("address", "buffer", "format", "gated", "group", "k", "n", "struct")
+
+    def __init__(
+        self, n: int, k: int, format: str, *, group: int = GROUP, gated: bool = False
+    ) -> None:
+        """An empty one, to be filled by :meth:`pack` or by reading its `buffer`.
+
+        Raises:
+            ValueError: the format cannot hold such a weight.
+        """
+        self.n, self.k, self.format, self.group, self.gated = n, k, format, group, gated
+        self.struct = _Weight(None, n, k, FORMATS[format], group, gated)
+        self.address = ctypes.addressof(self.struct)
+        self.buffer: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the packed form takes."""
+        size = int(lib.weight_bytes(self.address))
+        if size < 0:
+            raise ValueError(
+                f"a weight of {self.n} x {self.k} cannot be packed as {self.format}"
+                + (f" in groups of {self.group}" if self.format == "int4" else "")
+            )
+        return size
+
+    def place(self, buffer: Tensor) -> None:
+        """Uses `buffer` uint8 [nbytes], 64-byte aligned, as the packed form."""
+        if buffer.numel() != self.nbytes or buffer.data_ptr() % _ALIGNMENT:
+            raise ValueError(f"a packed weight takes {self.nbytes} bytes at a multiple of 64")
+        self.buffer = buffer
+        self.struct.data = buffer.data_ptr()
+
+    def pack(self, parts: Sequence[Tensor]) -> PackedWeight:
+        """Fills it from tensors [rows, k] of one float dtype, stacked to n rows; returns itself."""
+        import torch
+
+        rows = [part.shape[0] for part in parts]
+        if sum(rows) != self.n or any(part.shape[1] != self.k for part in parts):
+            raise ValueError(
+                f"parts {[tuple(p.shape) for p in parts]} do not make {self.n} x {self.k}"
+            )
+        parts = [part.contiguous() for part in parts]
+        raw = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8)
+        start = -raw.data_ptr() % _ALIGNMENT
+        self.place(raw[start : start + self.nbytes])
+        status = lib.pack_weight(
+            self.address,
+            (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts)),
+            (ctypes.c_int64 * len(parts))(*rows),
+            dtype_code(parts[0].dtype),
+        )
+        if status:
+            fail(status, "pack_weight")
+        return self
+
+
+def linear(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> None:
+    """out float32 [T, n] = x float32 [T, k] · weightᵀ + bias float32 [n].
+
+    A row's bits do not depend on the other rows. Integer weights quantise x per row (symmetric, to
+    [-127, 127]) and add up exactly.
+    """
+    status = lib.linear(
+        weight.address,
+        out.data_ptr(),
+        out.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[0],
+        None if bias is None else bias.data_ptr(),
+    )
+    if status:
+        fail(status, "linear")
+
+
+def unpack_rows(out: Tensor, weight: PackedWeight, rows: HostArray) -> None:
+    """out float32 [T, k] = the rows `rows` int64 [T] of a packed weight: an embedding's lookup."""
+    status = lib.unpack_rows(weight.address, out.data_ptr(), address(rows), len(rows))
+    if status:
+        fail(status, "unpack_rows")
+
+
+class DecoderLayer(ctypes.Structure):
+    """Everything :func:`decoder_layer` needs that one layer never changes."""
+
+    _fields_ = (
+        ("norm_1", ctypes.c_void_p),
+        ("norm_2", ctypes.c_void_p),
+        ("qkv", _Weight),
+        ("out", _Weight),
+        ("gate_up", _Weight),
+        ("down", _Weight),
+        ("qkv_bias", ctypes.c_void_p),
+        ("out_bias", ctypes.c_void_p),
+        ("gate_up_bias", ctypes.c_void_p),
+        ("down_bias", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("window", ctypes.c_int32),
+        ("k_cache", ctypes.c_void_p),
+        ("v_cache", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("norm_offset", ctypes.c_float),
+        ("rotary_dim", ctypes.c_int32),
+        ("rotary_style", ctypes.c_int32),
+        ("act", ctypes.c_int32),
+    )
+
+    def __init__(
+        self,
+        *,
+        norms: tuple[Tensor, Tensor],
+        weights: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight],
+        biases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+        cos_sin: Tensor,
+        attention: AttentionLayer,
+        caches: tuple[Tensor, Tensor],
+        eps: float,
+        norm_offset: float,
+        rotary_style: int,
+        act: int,
+    ) -> None:
+        """norms float32 [hidden]: before attention, before the feed-forward; weights and float32
+        biases: QKV, attention's output, gate and up (gated), down; cos_sin float32 [positions,
+        rotary_dim]; caches: the layer's K and V.
+        """
+        super().__init__(
+            *(norm.data_ptr() for norm in norms),
+            *(weight.struct for weight in weights),
+            *(None if bias is None else bias.data_ptr() for bias in biases),
+            cos_sin.data_ptr(),
+            attention.sinks,
+            attention.scale,
+            attention.softcap,
+            attention.window,
+            *(cache.data_ptr() for cache in caches),
+            eps,
+            norm_offset,
+            cos_sin.shape[1],
+            rotary_style,
+            act,
+        )
+        self.keep = (norms, weights, biases, cos_sin, attention, caches)
+        self.address = ctypes.addressof(self)
+
+
+class LayerStep(ctypes.Structure):
+    """Everything :func:`decoder_layer` needs that is the same for all layers of a step."""
+
+    _fields_ = (
+        ("attention", ctypes.c_void_p),
+        ("write", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+    )
+
+    def __init__(self, attention: AttentionStep, write: WriteStep, positions: HostArray) -> None:
+        """q, k and v are columns of one buffer: its row stride is what both steps must say.
+        positions int64 [T], negative for padding."""
+        super().__init__(attention.address, write.address, address(positions), len(positions))
+        self.keep = (attention, write, positions)
+        self.address = ctypes.addressof(self)
+
+
+def decoder_layer(layer: DecoderLayer, step: LayerStep, x: Tensor) -> None:
+    """x float32 [T, hidden] contiguous += attention(norm(x)), then += feed-forward(norm(x)).
+
+    Gives the same bits as the single ops.
+    """
+    status = lib.decoder_layer(layer.address, step.address, x.data_ptr())
+    if status:
+        fail(status, "decoder_layer")

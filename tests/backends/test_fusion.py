@@ -1,0 +1,102 @@
+"""A larger op stands for the smaller ones: the same bits, and off when somebody replaces one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from tiny_models import make, prompt_of
+
+from octavo.backends.cpu.backend import CpuBackend
+from octavo.backends.cpu.ops import CpuOps
+from octavo.core.config import EngineConfig
+from octavo.core.contract import fusion_stands
+from octavo.core.entry.wiring import build_engine
+from octavo.core.types import Request, SamplingParams
+from octavo.plugins import LayerSpec, Ops
+
+calls: list[str] = []
+
+
+class Fused(CpuOps):
+    def decoder_layer(self, x: torch.Tensor, spec: LayerSpec, ctx: Any) -> torch.Tensor:
+        calls.append("decoder_layer")
+        return super().decoder_layer(x, spec, ctx)
+
+
+class Single(CpuOps):
+    """Replaces an op that the fused layer covers, so that every op is called by itself."""
+
+    def act_and_mul(
+        self, x: torch.Tensor, kind: Literal["silu", "gelu", "gelu_tanh"]
+    ) -> torch.Tensor:
+        calls.append("act_and_mul")
+        return super().act_and_mul(x, kind)
+
+
+class Reclaimed(Single):
+    fusions: ClassVar = CpuOps.fusions
+
+
+def bits(folder: Path, ops: type[Ops], monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    monkeypatch.setattr(CpuBackend, "ops", lambda self, device: ops())
+    calls.clear()
+    config = {"device": "cpu", "num_kv_blocks": 40, "max_num_batched_tokens": 24} | options
+    engine = build_engine(EngineConfig(model=str(folder), **config))
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
+    for i, length in enumerate((40, 1, 17)):
+        engine.add(Request(id=str(i), prompt_token_ids=prompt_of(length, i), params=params))
+    found: dict[str, list[tuple[int, str]]] = {}
+    while engine.has_unfinished():
+        for update in engine.step():
+            for entry in update.logprobs or ():
+                found.setdefault(update.request_id, []).append(
+                    (entry.token_id, entry.logprob.hex())
+                )
+    engine.shutdown()
+    assert sum(map(len, found.values())) == 18
+    return found
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "gelu": ("Llama", {"hidden_act": "gelu"}),
+    "gelu_tanh, tied": ("Llama", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "head size of its own": ("Llama", {"head_dim": 24}),
+    "one kv head": ("Llama", {"num_key_value_heads": 1}),
+    "window": ("Mistral", {"sliding_window": 8}),
+    "qwen2": ("Qwen2", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_fused_layer_gives_the_same_bits(
+    variant: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(*VARIANTS[variant]).save_pretrained(tmp_path)
+    single = bits(tmp_path, Single, monkeypatch, dtype=dtype)
+    assert set(calls) == {"act_and_mul"}
+    fused = bits(tmp_path, Fused, monkeypatch, dtype=dtype)
+    assert set(calls) == {"decoder_layer"}
+    assert fused == single
+
+
+def test_what_switches_a_fusion_off() -> None:
+    class Unrelated(CpuOps):
+        def embedding(self, ids: torch.Tensor, weight: Any) -> torch.Tensor:
+            return super().embedding(ids, weight)
+
+    class Below(Single):
+        pass
+
+    assert fusion_stands(CpuOps, "decoder_layer")
+    assert fusion_stands(Unrelated, "decoder_layer")
+    assert not fusion_stands(Single, "decoder_layer")
+    assert not fusion_stands(Below, "decoder_layer")
+    assert fusion_stands(Reclaimed, "decoder_layer")
+    assert not fusion_stands(Ops, "decoder_layer")
+    assert not fusion_stands(CpuOps, "unheard_of")
