@@ -119,7 +119,7 @@ class CpuBackend(Backend):
         return Capabilities(
             dtypes=DTYPES,
             native_dtypes=DTYPES,  # of weights: arithmetic is float32
-            kv_dtypes=DTYPES,
+            kv_dtypes=(*DTYPES, "int8"),
             block_sizes=tuple(range(lib.BLOCK_MULTIPLE, 257, lib.BLOCK_MULTIPLE)),
             head_sizes=(lib.HEAD_MULTIPLE, 256, lib.HEAD_MULTIPLE),
             swap=True,

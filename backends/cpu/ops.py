@@ -18,10 +18,13 @@ from octavo.plugins import Ctx, KVSpec, LayerSpec, Ops, SampleInputs, WeightSpec
 
 @dataclass(frozen=True, slots=True)
 class CpuKV:
-    """One layer's cache: k [blocks, kv_heads, head size, block], v [blocks, kv_heads, block, head size]."""
+    """One layer's cache: k [blocks, kv_heads, head size, block], v [blocks, kv_heads, block, head size];
+    int8 ones are [blocks, kv_heads, bytes]: codes, then a float32 scale per position."""
 
     k: torch.Tensor
     v: torch.Tensor
+    block_size: int
+    head_size_v: int
 
 
 @cache
@@ -38,7 +41,7 @@ def _layer_step(spec: LayerSpec, handle: CpuKV, meta: TorchInputs) -> Any:
         "kv_heads": spec.kv_heads,
         "head_size": spec.head_size,
         "head_size_v": spec.head_size,
-        "block_size": handle.v.shape[2],
+        "block_size": handle.block_size,
     }
     attention = lib.AttentionStep(
         meta.batch.block_tables[spec.group],
@@ -162,14 +165,26 @@ class CpuOps(Ops):
         lib.linear(out, x, weight, bias)
         return out
 
+    def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        if spec.dtype != "int8":
+            return super().kv_block_bytes(spec, block_size)
+        return block_size * spec.kv_heads * (spec.head_size + spec.head_size_v + 8)
+
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[CpuKV]:
         by_layer: dict[int, CpuKV] = {}
         for spec in groups:
+            dtype = torch.int8 if spec.dtype == "int8" else DTYPES[spec.dtype]
             shapes = lib.kv_shapes(
-                num_blocks, spec.kv_heads, spec.head_size, spec.head_size_v, block_size
+                num_blocks,
+                spec.kv_heads,
+                spec.head_size,
+                spec.head_size_v,
+                block_size,
+                scales=dtype == torch.int8,
             )
             for layer in spec.layers:
-                by_layer[layer] = CpuKV(*(torch.empty(s, dtype=DTYPES[spec.dtype]) for s in shapes))
+                k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
+                by_layer[layer] = CpuKV(k, v, block_size, spec.head_size_v)
         return [by_layer[layer] for layer in sorted(by_layer)]
 
     def write_kv(
@@ -188,7 +203,7 @@ class CpuOps(Ops):
                 kv_heads=k.shape[1],
                 head_size=k.shape[2],
                 head_size_v=v.shape[2],
-                block_size=handle.v.shape[2],
+                block_size=handle.block_size,
             )
         lib.write_kv(step, handle.k, handle.v, k, v)
         return handle
@@ -234,7 +249,7 @@ class CpuOps(Ops):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        head_size_v = handle.v.shape[3]
+        head_size_v = handle.head_size_v
         out = q.new_empty(q.shape[0], q.shape[1], head_size_v)
         steps = _steps(meta)
         key = ("attend", group, q.stride(0), q.shape[1])
@@ -252,7 +267,7 @@ class CpuOps(Ops):
                 kv_heads=handle.k.shape[1],
                 head_size=q.shape[2],
                 head_size_v=head_size_v,
-                block_size=handle.v.shape[2],
+                block_size=handle.block_size,
             )
         if sinks is None:
             layer = _layer(scale, window, softcap)

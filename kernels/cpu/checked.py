@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from octavo.kernels import cpu
-from octavo.kernels.cpu.library import host
+from octavo.kernels.cpu.library import host, kv_dtype_code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,17 +48,24 @@ def _heads(t: Tensor, name: str, rows: int, heads: int, size: int, stride: int, 
     _need(cpu.dtype_code(t.dtype) == code, f"{name} is {t.dtype}, not what the step says")
 
 
-def _cache(t: Tensor, name: str, shape: tuple[int, int, int], code: int) -> int:
+def _cache(t: Tensor, name: str, shape: tuple[int, ...], code: int) -> int:
     _tensor(t, name, (None, *shape))
     _need(t.is_contiguous(), f"{name} is not contiguous")
-    _need(cpu.dtype_code(t.dtype) == code, f"{name} is {t.dtype}, not what the step says")
+    _need(kv_dtype_code(t.dtype) == code, f"{name} is {t.dtype}, not what the step says")
     return int(t.shape[0])
 
 
 def _caches(step: AttentionStep | WriteStep, k_cache: Tensor, v_cache: Tensor) -> int:
-    heads, bs = step.kv_heads, step.block_size
-    blocks = _cache(k_cache, "k_cache", (heads, step.head_size, bs), step.kv_dtype)
-    also = _cache(v_cache, "v_cache", (heads, bs, step.head_size_v), step.kv_dtype)
+    shapes = cpu.kv_shapes(
+        1,
+        step.kv_heads,
+        step.head_size,
+        step.head_size_v,
+        step.block_size,
+        scales=step.kv_dtype == cpu.INT8,
+    )
+    blocks = _cache(k_cache, "k_cache", shapes[0][1:], step.kv_dtype)
+    also = _cache(v_cache, "v_cache", shapes[1][1:], step.kv_dtype)
     _need(blocks == also, f"k_cache has {blocks} blocks and v_cache {also}")
     return blocks
 

@@ -128,6 +128,11 @@ def dtype_code(dtype: Any) -> int:
     return code
 
 
+def kv_dtype_code(dtype: Any) -> int:
+    """The same for a KV cache, which may be int8 too."""
+    return INT8 if str(dtype) == "torch.int8" else dtype_code(dtype)
+
+
 def address(array: HostArray) -> int:
     """Where the elements of a torch tensor or numpy array are."""
     pointer = getattr(array, "data_ptr", None)

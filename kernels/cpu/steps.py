@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from octavo.kernels.cpu.library import dtype_code, host
+from octavo.kernels.cpu.library import dtype_code, host, kv_dtype_code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,10 +25,25 @@ def _check_sizes(head_size: int, head_size_v: int, block_size: int) -> None:
 
 
 def kv_shapes(
-    blocks: int, kv_heads: int, head_size: int, head_size_v: int, block_size: int
-) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """The shapes of a layer's K and V cache: contiguous, K transposed inside each block."""
+    blocks: int,
+    kv_heads: int,
+    head_size: int,
+    head_size_v: int,
+    block_size: int,
+    *,
+    scales: bool = False,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of a layer's K and V cache: contiguous, K transposed inside each block.
+
+    scales: of an int8 cache, [blocks, kv_heads, bytes]: a head's codes laid out like any other
+    dtype's, then a float32 scale per position.
+    """
     _check_sizes(head_size, head_size_v, block_size)
+    if scales:
+        return (
+            (blocks, kv_heads, (head_size + 4) * block_size),
+            (blocks, kv_heads, (head_size_v + 4) * block_size),
+        )
     return (blocks, kv_heads, head_size, block_size), (blocks, kv_heads, block_size, head_size_v)
 
 
@@ -70,7 +85,7 @@ class WriteStep(ctypes.Structure):
             k_row_stride,
             v_row_stride,
             dtype_code(dtype),
-            dtype_code(kv_dtype),
+            kv_dtype_code(kv_dtype),
             kv_heads,
             head_size,
             head_size_v,
@@ -163,7 +178,7 @@ class AttentionStep(ctypes.Structure):
             q_row_stride,
             sequences,
             dtype_code(dtype),
-            dtype_code(kv_dtype),
+            kv_dtype_code(kv_dtype),
             q_heads,
             kv_heads,
             head_size,

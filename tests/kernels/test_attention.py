@@ -13,7 +13,18 @@ from octavo.kernels import cpu
 from octavo.kernels.cpu import checked
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KV_DTYPES = [*DTYPES, torch.int8]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+
+
+def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, heads, size] as a cache of this dtype gives it back, in float64."""
+    if dtype != torch.int8:
+        return x.to(dtype).double()
+    top = x.float().abs().amax(-1, keepdim=True)
+    return (
+        torch.round(x.float() * (torch.full_like(top, 127) / top)).double() * (top / 127).double()
+    )
 
 
 @dataclass
@@ -32,6 +43,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     seed: int = 0
+    shared: int = 0  # leading positions that all sequences have in common, blocks included
     padding: int = 0  # rows after the last sequence, and as many sequences of no query
     q: torch.Tensor = field(init=False)
 
@@ -58,12 +70,23 @@ class Case:
         order = torch.randperm(used + 3, generator=g).to(torch.int32)[:used]
         count = len(self.sequences) + self.padding
         self.tables = torch.full((count, per), -1, dtype=torch.int32)
-        k_shape, v_shape = cpu.kv_shapes(used + 3, self.kv_heads, self.d, self.dv, self.block_size)
-        self.k_cache = torch.full(k_shape, float("nan"), dtype=self.kv_dtype)
-        self.v_cache = torch.full(v_shape, float("nan"), dtype=self.kv_dtype)
+        for keys, values in zip(self.keys[1:], self.values[1:], strict=True):
+            keys[: self.shared] = self.keys[0][: self.shared]
+            values[: self.shared] = self.values[0][: self.shared]
+        codes = self.kv_dtype == torch.int8
+        shapes = cpu.kv_shapes(
+            used + 3, self.kv_heads, self.d, self.dv, self.block_size, scales=codes
+        )
+        # Of an int8 cache, the bytes of a scale that is NaN.
+        nothing = -1 if codes else float("nan")
+        self.k_cache, self.v_cache = (
+            torch.full(shape, nothing, dtype=self.kv_dtype) for shape in shapes
+        )
         for s, (_, context) in enumerate(self.sequences):
             need = -(-context // self.block_size)
             self.tables[s, :need] = order[s * per : s * per + need]
+            common = self.shared // self.block_size
+            self.tables[s, :common] = self.tables[0, :common]
             position = torch.arange(context)
             blocks = self.tables[s].long()[position // self.block_size]
             slots = blocks * self.block_size + position % self.block_size
@@ -139,8 +162,8 @@ class Case:
         for s, (n, context) in enumerate(self.sequences):
             q = self.q[row : row + n].double()
             row += n
-            k = self.keys[s].to(self.kv_dtype).double().repeat_interleave(group, 1)
-            v = self.values[s].to(self.kv_dtype).double().repeat_interleave(group, 1)
+            k = as_stored(self.keys[s], self.kv_dtype).repeat_interleave(group, 1)
+            v = as_stored(self.values[s], self.kv_dtype).repeat_interleave(group, 1)
             scores = torch.einsum("nhd,chd->hnc", q, k) * self.d**-0.5
             if self.softcap:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -170,7 +193,7 @@ class Case:
 RAGGED = [(1, 1), (5, 5), (1, 40), (17, 130), (3, 64), (1, 65), (70, 70), (2, 16)]
 
 
-@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(isa: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     Case(RAGGED, dtype=dtype, kv_dtype=kv_dtype, padding=2).check()
@@ -224,7 +247,7 @@ def test_random(isa: str) -> None:
             dv=8 * r.randint(1, 20),
             block_size=16 * r.randint(1, 3),
             dtype=r.choice(DTYPES),
-            kv_dtype=r.choice(DTYPES),
+            kv_dtype=r.choice(KV_DTYPES),
             window=r.choice([0, 0, r.randint(1, 300)]),
             softcap=r.choice([0.0, 0.0, 5.0]),
             sinks=r.random() < 0.3,
@@ -235,7 +258,7 @@ def test_random(isa: str) -> None:
 
 @pytest.mark.parametrize("heads", [(2, 2), (9, 3), (14, 2)])
 @pytest.mark.parametrize("window", [0, 37, 530])
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_bits_do_not_depend_on_company(
     isa: str, heads: tuple[int, int], window: int, kv_dtype: torch.dtype
 ) -> None:
@@ -265,6 +288,43 @@ def test_bits_do_not_depend_on_company(
     assert torch.equal(torch.cat(one_by_one), together)
 
 
+SHARING = [(1, 700), (1, 530), (1, 1000), (2, 620), (1, 900), (1, 513), (40, 560), (1, 1024)]
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (9, 3), (14, 2)])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("shared", [256, 400, 512])
+def test_shared_prefixes(
+    isa: str, heads: tuple[int, int], kv_dtype: torch.dtype, shared: int
+) -> None:
+    """Sequences that share blocks read them together, and every row keeps the bits it has alone."""
+    case = Case(SHARING, q_heads=heads[0], kv_heads=heads[1], kv_dtype=kv_dtype, shared=shared)
+    case.check()
+    together = case.run()
+    alone = torch.cat([case.run([(s, 0, n)]) for s, (n, _) in enumerate(SHARING)])
+    assert torch.equal(alone, together)
+    cpu.set_threads(1)
+    assert torch.equal(case.run(), together)
+    cpu.set_threads()
+
+
+def test_prefixes_shared_in_several_groups(isa: str) -> None:
+    """Two groups, one sequence of neither, and members whose shared parts differ in length."""
+    case = Case([(1, 800)] * 7, q_heads=9, kv_heads=3)
+    for member, leader, positions in ((2, 0, 256), (4, 0, 768), (3, 1, 512), (6, 1, 256)):
+        blocks = positions // case.block_size
+        case.tables[member, :blocks] = case.tables[leader, :blocks]
+        case.keys[member][:positions] = case.keys[leader][:positions]
+        case.values[member][:positions] = case.values[leader][:positions]
+    case.check()
+    together = case.run()
+    assert torch.equal(torch.cat([case.run([(s, 0, 1)]) for s in range(7)]), together)
+    many = Case(
+        [(1, 600)] * 100, q_heads=4, kv_heads=1, shared=512
+    )  # more rows than one item takes
+    many.check()
+
+
 def test_nan_in_is_nan_out(isa: str) -> None:
     case = Case([(1, 30), (1, 30)])
     case.q[0, 1] = float("nan")
@@ -284,7 +344,7 @@ def test_large_scores(isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_write_touches_only_its_slots(isa: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     case = Case([(1, 1)], d=24, dv=40, block_size=32, dtype=dtype, kv_dtype=kv_dtype)
-    case.k_cache = torch.full((9, 2, 24, 32), 3.0, dtype=kv_dtype)
+    case.k_cache = torch.full((9, 2, 24, 32), 3.0, dtype=kv_dtype)  # float dtypes only
     case.v_cache = torch.full((9, 2, 32, 40), 3.0, dtype=kv_dtype)
     slots = torch.randperm(9 * 32)[:100]
     slots[:50] = torch.arange(60, 110)  # a run across blocks
@@ -322,3 +382,35 @@ def test_what_cannot_be_is_refused() -> None:
         case.write(torch.tensor([10**6]), case.keys[0][:1], case.values[0][:1])
     with pytest.raises(TypeError, match="int64"):
         case.write(torch.tensor([1], dtype=torch.int32), case.keys[0][:1], case.values[0][:1])
+
+
+def test_write_int8_touches_only_its_slots(isa: str) -> None:
+    case = Case([(1, 1)], d=24, dv=40, block_size=32, kv_dtype=torch.int8)
+    k_shape, v_shape = cpu.kv_shapes(5, 2, 24, 40, 32, scales=True)
+    case.k_cache = torch.full(k_shape, 77, dtype=torch.int8)
+    case.v_cache = torch.full(v_shape, 77, dtype=torch.int8)
+    slots = torch.tensor([33, 34, -1, 159, 0])
+    k, v = torch.randn(5, 2, 24), torch.randn(5, 2, 40)
+    k[3, 1] = 0
+    k[4, 0, 5] = float("nan")
+    case.write(slots, k, v)
+    for cache, x, transposed in ((case.k_cache, k, True), (case.v_cache, v, False)):
+        size = x.shape[2]
+        codes = cache[:, :, : size * 32].reshape(5, 2, *((size, 32) if transposed else (32, size)))
+        codes = codes.transpose(2, 3) if transposed else codes  # [blocks, heads, positions, size]
+        scales = cache[:, :, size * 32 :].contiguous().view(torch.float32)
+        written = torch.zeros(5, 32, dtype=torch.bool)
+        for i, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            block, at = divmod(slot, 32)
+            written[block, at] = True
+            for head in range(2):
+                got = codes[block, head, at].float() * scales[block, head, at]
+                want = x[i, head]
+                if bool(want.isnan().any()):
+                    assert bool(got.isnan().all())
+                else:
+                    assert bool(((got - want).abs() <= want.abs().amax() / 253).all())
+        untouched = codes.permute(0, 2, 1, 3)[~written]
+        assert bool((untouched == 77).all())

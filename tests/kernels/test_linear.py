@@ -34,7 +34,7 @@ def product(
 def quantized_rows(x: torch.Tensor) -> torch.Tensor:
     """What integer formats see of x: 8-bit codes by row, in float64."""
     top = x.abs().amax(-1, keepdim=True).clamp_min(1e-30)
-    return torch.round(x * (127.0 / top)).double() * (top / 127.0).double()
+    return torch.round(x * (torch.full_like(top, 127) / top)).double() * (top / 127.0).double()
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -9,7 +9,7 @@ int write_kv(const octavo_write_step *step, void *k_cache, void *v_cache, const 
   const int64_t per_token = int64_t(s.kv_heads) * (s.head_size + s.head_size_v);
   int64_t grain = (16384 + per_token - 1) / per_token;
   grain = (grain + kRun - 1) / kRun * kRun;
-  return with_dtype(s.kv_dtype, [&](auto *c) {
+  return with_kv_dtype(s.kv_dtype, [&](auto *c) {
     return with_dtype(s.x_dtype, [&](auto *x) {
       using C = decltype(c);
       using X = decltype(x);

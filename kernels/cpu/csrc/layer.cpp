@@ -57,7 +57,7 @@ void rotate_and_store(const octavo_layer &l, const octavo_layer_step &step, floa
   const octavo_write_step &s = *step.write;
   const octavo_attention_step &a = *step.attention;
   float *k = qkv + int64_t(a.q_heads) * a.head_size, *v = k + int64_t(s.kv_heads) * s.head_size;
-  with_dtype(s.kv_dtype, [&](auto *type) {
+  with_kv_dtype(s.kv_dtype, [&](auto *type) {
     using C = decltype(type);
     over_rows(step.rows, l.qkv.n * 4, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {

@@ -175,7 +175,7 @@ struct Buffer {
   size_t size = 0;
   ~Buffer() { std::free(memory); }
 };
-thread_local Buffer t_buffers[2];
+thread_local Buffer t_buffers[3];
 
 }  // namespace
 

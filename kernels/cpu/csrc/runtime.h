@@ -16,7 +16,7 @@ void parallel_for(int64_t n, int64_t grain, int threads,
 
 // Memory of the calling thread, 64-byte aligned, valid until its next call for the same level; null if
 // there is none. Kernels call it before they go parallel: it belongs to the call, never to a worker.
-// Level 0 is for an op, 1 for what calls ops.
+// Level 0 is for an op, 1 for what calls ops, 2 for what an op needs beside its level 0.
 void *scratch(size_t bytes, int level = 0);
 
 }  // namespace octavo
