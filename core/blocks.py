@@ -76,6 +76,7 @@ class BlockManager:
         self._unhashed = list(range(num_blocks - 1, 0, -1))  # a stack: the last is taken first
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.evictions = 0
+        self.frees = 0  # calls that may have made room
 
     @property
     def usable(self) -> int:
@@ -146,6 +147,7 @@ class BlockManager:
 
     def free(self, blocks: Sequence[int]) -> None:
         """One owner less for each block of a table, the tail first."""
+        self.frees += 1
         for block in reversed(blocks):
             refs = self._refs[block] - 1
             if refs < 0:

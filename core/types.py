@@ -353,8 +353,7 @@ class RequestOutput:
 # ---------------------------------------------------------------------------------- one step
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
+class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     """`count` tokens of one sequence, from position `start` on.
 
     `samples` rows of the last token's logits are drawn from: 0 while a prompt is unfinished, n when
