@@ -393,7 +393,6 @@ class Scheduler:
         first = not timings.first_token
         if first:
             timings.first_token = now
-        news = first or sequence.preemptions != sequence.preemptions_told
         entries = [logprobs] if logprobs is not None else None
         if token in sequence.ends or sequence.num_tokens >= sequence.max_len:
             reason, stop = stop_reason(sequence, token)
@@ -402,10 +401,18 @@ class Scheduler:
                     self.roster.finish(sequence, [token], reason, stop, entries, prompt_logprobs)
                 )
                 return
-        if news:
+        if first or sequence.preemptions != sequence.preemptions_told or prompt_logprobs:
             sequence.preemptions_told = sequence.preemptions
+            updates.append(sequence_update(sequence, [token], entries, prompt_logprobs, timings))
+            return
         updates.append(
-            sequence_update(sequence, [token], entries, prompt_logprobs, timings if news else None)
+            SequenceUpdate(
+                request_id=sequence.request.id,
+                index=sequence.index,
+                token_ids=[token],
+                logprobs=entries,
+                num_cached_tokens=sequence.num_cached,
+            )
         )
 
     def _remember_full_blocks(self, sequence: Sequence) -> None:

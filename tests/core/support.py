@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.core.admission import SchedulerLimits
-from octavo.core.batch import build_batch, prompt_logprob_rows
+from octavo.core.batch import BatchBuilder, prompt_logprob_rows
 from octavo.core.blocks import BlockManager, root_hash
 from octavo.core.contract import Lane
 from octavo.core.engine import Engine, ModelInfo
@@ -102,6 +102,7 @@ class NullRunner:
         self.lane = lane or Lane(
             max_seqs=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens
         )
+        self.builder = BatchBuilder(self.lane, blocks.block_size)
         self.kv = np.zeros(blocks.num_blocks * blocks.block_size, np.uint64)
         self.forced: dict[str, list[int]] = {}
         self.hook: Callable[[StepPlan], None] | None = None
@@ -130,7 +131,7 @@ class NullRunner:
         self.copies += len(step.copies)
         for source, target in step.copies:
             pages[target] = pages[source]
-        batch = build_batch(step, self.lane, size)
+        batch = self.builder.build(step)
         assert batch.num_tokens == step.num_tokens
         slots, table = batch.slots[0], batch.block_tables[0]
         written = slots[: batch.num_tokens]

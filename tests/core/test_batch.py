@@ -8,13 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import request
 
-from octavo.core.batch import bucket, build_batch, prompt_logprob_rows
+from octavo.core.batch import BatchBuilder, bucket, prompt_logprob_rows
 from octavo.core.blocks import root_hash
 from octavo.core.contract import Lane
 from octavo.core.sequence import Sequence
-from octavo.core.types import ScheduledTokens, StepPlan, TokenLogprobs
+from octavo.core.types import Batch, ScheduledTokens, StepPlan, TokenLogprobs
 
 ROOT = root_hash(None, None, ())
+
+
+def build_batch(plan: StepPlan, lane: Lane, block_size: int, groups: int = 1) -> Batch:
+    return BatchBuilder(lane, block_size, groups).build(plan)
 
 
 def sequence(name: str, prompt: int, blocks: list[int], output: int = 0, **params) -> Sequence:
