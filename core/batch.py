@@ -65,29 +65,36 @@ class _Buffers:
             self.width = 0
         if width != self.width:  # rows lie elsewhere now
             self.width = width
+            self.tables[:] = 0
             self.table_ids, self.num_blocks = [], []
 
     def fill_tables(self, items: Sequence[ScheduledTokens], seqs: int) -> Int32:
         """The block tables [seqs, width] of `items`, writing only what changed since this buffer was
         last used: as a rule the block that a sequence has just grown into."""
-        table: Int32 = self.tables[: seqs * self.width].reshape(seqs, self.width)
-        count = len(items)
-        ids = [item.sequence.table_id for item in items]
-        sizes = [item.sequence.num_blocks for item in items]
-        missing = count - len(self.table_ids)
-        if missing > 0:
-            self.table_ids += [0] * missing
-            self.num_blocks += [0] * missing
-        for i, (now, size, held, written) in enumerate(
-            zip(ids, sizes, self.table_ids, self.num_blocks, strict=False)
-        ):
-            if now != held:
-                table[i, :size] = items[i].sequence.block_table[:size]
-                table[i, size:] = 0
-            elif size != written:
-                table[i, written:size] = items[i].sequence.block_table[written:size]
-        table[count:] = 0
-        self.table_ids, self.num_blocks = ids, sizes
+        flat, width, count = self.tables, self.width, len(items)
+        ids, sizes = self.table_ids, self.num_blocks
+        if (missing := seqs - len(ids)) > 0:
+            ids += [0] * missing
+            sizes += [0] * missing
+        for i, item in enumerate(items):
+            sequence = item.sequence
+            now, size, written = sequence.table_id, sequence.num_blocks, sizes[i]
+            if now == ids[i]:
+                if size == written:
+                    continue
+                first = written
+            else:
+                first, ids[i] = 0, now
+            row = i * width
+            flat[row + first : row + size] = sequence.block_table[first:size]
+            if written > size:
+                flat[row + size : row + written] = 0
+            sizes[i] = size
+        for i in range(count, seqs):  # padding
+            if sizes[i]:
+                flat[i * width : i * width + sizes[i]] = 0
+                ids[i] = sizes[i] = 0
+        table: Int32 = flat[: seqs * width].reshape(seqs, width)
         return table
 
 
@@ -189,9 +196,17 @@ class BatchBuilder:
         np.add(self._arange[:tokens], np.repeat(first, counts), out=positions[:tokens])
         query_start[0] = end = 0
         query_start[1 : seqs + 1] = ends
+        singles: list[int] = []
+        their_tokens: list[int] = []
         for item in items:
             begin, end = end, end + item.count
-            token_ids[begin:end] = item.sequence.tokens[item.start : item.start + item.count]
+            sequence = item.sequence
+            if item.samples and item.count == 1:
+                singles.append(begin)
+                their_tokens.append(sequence.last_token)
+            else:
+                token_ids[begin:end] = sequence.tokens[item.start : item.start + item.count]
+        token_ids[singles] = their_tokens
         return np.repeat(self._arange[:seqs], counts)
 
 
@@ -201,14 +216,15 @@ def _logits_rows(items: Sequence[ScheduledTokens]) -> list[int] | None:
     if len(plain) == len(items):
         return None
     rows: list[int] = []
+    prompt_rows: list[int] = []
     end = 0
     for item in items:
         end += item.count
-        rows.extend([end - 1] * item.samples)
-    end = 0
-    for item in items:
-        end += item.count
+        if item.samples == 1:
+            rows.append(end - 1)
+        else:
+            rows.extend([end - 1] * item.samples)
         if item.all_logits:
             first = end - item.count - item.start  # the row of position 0
-            rows.extend(first + position for position in prompt_logprob_rows(item))
-    return rows
+            prompt_rows.extend(first + position for position in prompt_logprob_rows(item))
+    return rows + prompt_rows

@@ -290,7 +290,7 @@ class Scheduler:
         elif self.running:
             spare = len(self.running)
         need = blocks.blocks_for(target) - len(hits)
-        from_free = sum(blocks.is_free(block) for block in hits)
+        from_free = blocks.count_free(hits)
         if need + from_free + spare > blocks.num_free:
             return False
         blocks.acquire(hits)
