@@ -56,7 +56,7 @@ class Scheduler:
         self._waiting = self.roster.waiting
         self._seed = seed
         self._order = 0
-        self._short: tuple[Sequence, int] | None = None  # found no room, at that count of frees
+        self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
 
     # ------------------------------------------------------------------------------ in and out
 
@@ -241,7 +241,9 @@ class Scheduler:
     def _admit(self, items: list[ScheduledTokens], budget: int, rows: int) -> None:
         waiting, slots, parked = self._waiting, self.limits.max_num_seqs, 0
         while budget > 0 and self.roster.slots_taken < slots and (sequence := waiting.first()):
-            if self._short == (sequence, self.blocks.frees):
+            # Who found no room finds none before something is given back.
+            moment = sequence, self.blocks.frees, self.roster.slots_taken
+            if self._no_room == moment:
                 return
             hits: list[int] = []
             shares = self.blocks.prefix_caching and not sequence.wants_prompt_logprobs
@@ -254,17 +256,18 @@ class Scheduler:
                     parked += 1
                     continue
             if self.roster.slots_taken + sequence.pending_samples > slots:
+                self._no_room = moment
                 return
             rows -= sequence.pending_samples
             if rows < sequence.wants_prompt_logprobs:
                 return
             if not self._take_blocks(sequence, hits):
-                self._short = sequence, self.blocks.frees
+                self._no_room = moment
                 return
             item = self._tokens_for(sequence, budget, rows)
             assert item is not None
             self.roster.start(sequence)
-            self._short = None
+            self._no_room = None
             if shares:
                 waiting.promise(sequence)
             items.append(item)

@@ -48,9 +48,8 @@ def main() -> None:
         config = EngineConfig.from_kwargs(**start.config)
         engine = factory(config, progress=_ForwardedProgress(link))
         link.sendall(messages.encode(messages.Ready(engine.info)))
-        # Model, libraries and their garbage stay as they are: looking through them takes as long as
-        # many steps, and would fall into the middle of some.
-        gc.collect()
+        # Model and libraries stay to the end. Looking through them for cycles takes as long as many
+        # steps and would fall between two of them.
         gc.freeze()
         EngineLoop(link, engine).run()
     except ConnectionError:
