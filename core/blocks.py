@@ -39,9 +39,11 @@ def root_hash(adapter: str | None, salt: str | None, image_hashes: Sequence[byte
 def extend_hashes(hashes: list[BlockHash], root: BlockHash, tokens: Int32, block_size: int) -> None:
     """Appends to `hashes` those of the further full blocks of `tokens` [n] int32."""
     parent = hashes[-1] if hashes else root
-    for block in range(len(hashes), len(tokens) // block_size):
-        part = tokens[block * block_size : (block + 1) * block_size]
-        parent = hashlib.blake2b(parent + part.tobytes(), digest_size=32).digest()
+    full = len(tokens) // block_size * block_size
+    data = tokens[len(hashes) * block_size : full].tobytes()
+    size = block_size * tokens.itemsize
+    for at in range(0, len(data), size):
+        parent = hashlib.blake2b(parent + data[at : at + size], digest_size=32).digest()
         hashes.append(parent)
 
 
@@ -76,6 +78,7 @@ class BlockManager:
         self._unhashed = list(range(num_blocks - 1, 0, -1))  # a stack: the last is taken first
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.evictions = 0
+        self.frees = 0  # calls that may have made room
 
     @property
     def usable(self) -> int:
@@ -99,8 +102,10 @@ class BlockManager:
         """How many blocks hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    def is_free(self, block: int) -> bool:
-        return self._refs[block] == 0
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks nobody owns."""
+        refs = self._refs
+        return sum([refs[block] == 0 for block in blocks])
 
     def is_shared(self, block: int) -> bool:
         return self._refs[block] > 1
@@ -108,8 +113,9 @@ class BlockManager:
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest cached prefix of `hashes`. Changes nothing."""
         found = []
+        cached = self._cached.get
         for key in hashes:
-            block = self._cached.get(key)
+            block = cached(key)
             if block is None:
                 break
             found.append(block)
@@ -146,6 +152,7 @@ class BlockManager:
 
     def free(self, blocks: Sequence[int]) -> None:
         """One owner less for each block of a table, the tail first."""
+        self.frees += 1
         for block in reversed(blocks):
             refs = self._refs[block] - 1
             if refs < 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.core.bad_words import VocabularyIndex
-from octavo.core.batch import build_batch
+from octavo.core.batch import BatchBuilder
 from octavo.core.contract import (
     Backend,
     Ctx,
@@ -20,7 +20,7 @@ from octavo.core.contract import (
 )
 from octavo.core.models.base import Model
 from octavo.core.sampler import Sampler
-from octavo.core.types import StepPlan, StepResult
+from octavo.core.types import Batch, StepPlan, StepResult
 
 
 def forward_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
@@ -58,8 +58,9 @@ class Runner:
         vocabulary: Callable[[bool], VocabularyIndex],
         num_groups: int = 1,
     ) -> None:
-        self._backend, self._device, self._ops, self._plan = backend, device, ops, plan
-        self._weights, self._kv, self._groups = weights, kv, num_groups
+        self._backend, self._device, self._ops = backend, device, ops
+        self._weights, self._kv = weights, kv
+        self._builders = [BatchBuilder(lane, plan.block_size, num_groups) for lane in plan.lanes]
         self._forward = backend.compile(
             Program("forward", forward_program(model), model), plan, device
         )
@@ -73,12 +74,13 @@ class Runner:
         with torch.inference_mode():
             if step.copies:
                 self._kv = self._ops.copy_blocks(self._kv, step.copies)
-            batch = build_batch(
-                step, self._plan.lanes[step.lane], self._plan.block_size, self._groups
-            )
+            batch = self._build(step)
             inputs = self._backend.prepare(batch, None, self._device)
             out, self._kv = self._forward(self._weights, self._kv, inputs)
             return self._sampler.run(step, out.logits)
+
+    def _build(self, step: StepPlan) -> Batch:
+        return self._builders[step.lane].build(step)
 
     def close(self) -> None:
         """Drops weights and KV cache."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from octavo.core.bad_words import BadWords, VocabularyIndex
 from octavo.core.batch import prompt_logprob_rows
 from octavo.core.contract import Ops, SampleInputs
 from octavo.core.sequence import Sequence as Seq
-from octavo.core.types import Int64, StepPlan, StepResult, TokenLogprobs
+from octavo.core.types import Int64, ScheduledTokens, StepPlan, StepResult, TokenLogprobs
 
 _SLICE = 64  # rows of prompt logits normalised at a time: bounds the memory of a float32 copy
 
@@ -46,7 +46,7 @@ class Penalties:
 
 
 class DrawState:
-    """What of a sequence's parameters changes logits, prepared once."""
+    """A sequence's parameters, prepared once: what changes its logits, and how it draws."""
 
     def __init__(self, sequence: Seq, vocabulary: Callable[[bool], VocabularyIndex]) -> None:
         params, request = sequence.request.params, sequence.request
@@ -73,18 +73,16 @@ class DrawState:
             x is not None
             for x in (self.allowed, self.bias, self.early, self.bad_words, self.penalties)
         )
+        self.logprobs = params.logprobs
+        self.greedy = params.greedy
+        self.temperature = 0.0 if params.greedy else params.temperature
+        self.top_k, self.top_p, self.min_p = max(0, params.top_k), params.top_p, params.min_p
+        # The most likely of the raw logits, and nothing else: the same whoever the sequence is.
+        self.plain = self.greedy and not self.changes_logits and self.logprobs is None
 
 
 def _ids(values: Sequence[int]) -> Int64:
     return np.array(values, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of logits that will be drawn from: sample `sample` places after `sequence`'s own."""
-
-    sequence: Seq
-    sample: int
 
 
 class Sampler:
@@ -108,31 +106,41 @@ class Sampler:
         self._ops = ops
         self._device = device
         self._vocabulary = vocabulary
+        self._greedy: dict[int, SampleInputs] = {}  # by number of rows
+        self._drawn_by: list[DrawState] = []  # whose inputs these are, a row each
+        self._inputs: SampleInputs | None = None
 
     def run(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         """logits [L, V] belong to `Batch.logits_rows`: rows to draw from, then prompt rows."""
-        rows = [Row(item.sequence, k) for item in plan.items for k in range(item.samples)]
-        drawn = logits[: len(rows)]
-        prompt = self._prompt_logprobs(plan, logits[len(rows) :])
-        if not rows:
+        items = [item for item in plan.items if item.samples]
+        count = sum([item.samples for item in items])
+        drawn = logits[:count]
+        prompt: dict[str, list[TokenLogprobs]] = {}
+        if len(logits) > count:
+            prompt = self._prompt_logprobs(plan, logits[count:])
+        if not count:
             return StepResult(tokens=np.zeros(0, np.int64), prompt_logprobs=prompt)
-        wanted = [i for i, r in enumerate(rows) if r.sequence.request.params.logprobs is not None]
-        states = [self._state(row.sequence) for row in rows]
-        changed = [i for i, state in enumerate(states) if state.changes_logits]
         if drawn.dtype != torch.float32:
             drawn = drawn.float()
+        states = [self._state(item.sequence) for item in items]
+        if len([state for state in states if state.plain]) == len(states):
+            tokens = self._draw(drawn, self._greedy_inputs(count))
+            return StepResult(tokens=tokens, prompt_logprobs=prompt)
+        if count > len(items):
+            states = [s for s, item in zip(states, items, strict=True) for _ in range(item.samples)]
+        sequences = [item.sequence for item in items for _ in range(item.samples)]
+        wanted = [i for i, state in enumerate(states) if state.logprobs is not None]
+        changed = [i for i, state in enumerate(states) if state.changes_logits]
         raw = drawn
         if changed:
             raw = drawn.clone() if wanted else drawn
-            self._change(drawn, rows, states, changed)
-        picked = self._sample(drawn, self._inputs(rows))
-        finite = drawn.gather(1, picked.clamp_min(0)[:, None])[:, 0].isfinite()
-        tokens = torch.where(finite, picked, -1).cpu().numpy()
+            self._change(drawn, sequences, states, changed)
+        tokens = self._draw(drawn, self._sample_inputs(items, sequences, states))
         logprobs: list[TokenLogprobs | None] = []
         if wanted:
-            logprobs = [None] * len(rows)
-            counts = [rows[i].sequence.request.params.logprobs or 0 for i in wanted]
-            chosen = raw if len(wanted) == len(rows) else raw[_at(wanted, raw)]
+            logprobs = [None] * count
+            counts = [states[i].logprobs or 0 for i in wanted]
+            chosen = raw if len(wanted) == count else raw[_at(wanted, raw)]
             for i, entry in zip(
                 wanted, token_logprobs(chosen, tokens[wanted], counts, self._ops), strict=True
             ):
@@ -141,37 +149,70 @@ class Sampler:
                     tokens[i] = -1  # the fault lies in logits that parameters had masked
         return StepResult(tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
 
+    def _draw(self, logits: torch.Tensor, inputs: SampleInputs) -> Int64:
+        picked = self._sample(logits, inputs)
+        finite = logits.gather(1, picked.clamp_min(0)[:, None])[:, 0].isfinite()
+        tokens: Int64 = torch.where(finite, picked, -1).cpu().numpy()
+        return tokens
+
     def _state(self, sequence: Seq) -> DrawState:
         if sequence.draw_state is None:
             sequence.draw_state = DrawState(sequence, self._vocabulary)
         state: DrawState = sequence.draw_state
         return state
 
-    def _inputs(self, rows: list[Row]) -> SampleInputs:
-        params = [row.sequence.request.params for row in rows]
-        greedy = all(p.greedy for p in params)
-        seeds = np.array([r.sequence.sample_seed(r.sample) for r in rows], np.uint64).view(np.int64)
+    def _up(self, values: Any, dtype: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype)).to(self._device)
 
-        def up(values: Any, dtype: Any) -> torch.Tensor:
-            return torch.from_numpy(np.array(values, dtype)).to(self._device)
+    def _greedy_inputs(self, count: int) -> SampleInputs:
+        """What greedy rows draw by, whosever they are: made once for each number of rows."""
+        inputs = self._greedy.get(count)
+        if inputs is None:
+            zeros = [0] * count
+            inputs = self._greedy[count] = SampleInputs(
+                temperature=self._up(zeros, np.float32),
+                top_k=self._up(zeros, np.int32),
+                top_p=self._up([1] * count, np.float32),
+                min_p=self._up(zeros, np.float32),
+                seed=self._up(zeros, np.int64),
+                counter=self._up(zeros, np.int64),
+                all_greedy=True,
+            )
+        return inputs
 
-        return SampleInputs(
-            temperature=up([0.0 if p.greedy else p.temperature for p in params], np.float32),
-            top_k=up([max(0, p.top_k) for p in params], np.int32),
-            top_p=up([p.top_p for p in params], np.float32),
-            min_p=up([p.min_p for p in params], np.float32),
-            seed=up(seeds, np.int64),
-            counter=up([r.sequence.num_output for r in rows], np.int64),
-            all_greedy=greedy,
+    def _sample_inputs(
+        self, items: list[ScheduledTokens], sequences: list[Seq], states: list[DrawState]
+    ) -> SampleInputs:
+        """What each row draws by. From one decode step to the next only the counter moves."""
+        if len([state for state in states if state.greedy]) == len(states):
+            return self._greedy_inputs(len(states))
+        counter = self._up([sequence.num_output for sequence in sequences], np.int64)
+        # A sequence draws for its siblings in one step only, so equal rows have equal seeds.
+        if self._inputs is not None and states == self._drawn_by:
+            return replace(self._inputs, counter=counter)
+        seeds = [item.sequence.sample_seed(k) for item in items for k in range(item.samples)]
+        self._drawn_by = states
+        self._inputs = SampleInputs(
+            temperature=self._up([state.temperature for state in states], np.float32),
+            top_k=self._up([state.top_k for state in states], np.int32),
+            top_p=self._up([state.top_p for state in states], np.float32),
+            min_p=self._up([state.min_p for state in states], np.float32),
+            seed=self._up(np.array(seeds, np.uint64).view(np.int64), np.int64),
+            counter=counter,
         )
+        return self._inputs
 
     # ------------------------------------------------------------------------ changing logits
 
     def _change(
-        self, logits: torch.Tensor, rows: list[Row], states: list[DrawState], changed: list[int]
+        self,
+        logits: torch.Tensor,
+        sequences: list[Seq],
+        states: list[DrawState],
+        changed: list[int],
     ) -> None:
         for i in changed:
-            state, sequence = states[i], rows[i].sequence
+            state, sequence = states[i], sequences[i]
             row = logits[i]
             if state.allowed is not None:
                 allowed = torch.from_numpy(state.allowed).to(logits.device)
@@ -192,23 +233,26 @@ class Sampler:
                 row[_at(state.bias_ids, row)] += bias
         penalised = [i for i in changed if states[i].penalties is not None]
         if penalised:
-            self._penalise(logits, rows, states, penalised)
+            self._penalise(logits, sequences, states, penalised)
 
     @staticmethod
     def _penalise(
-        logits: torch.Tensor, rows: list[Row], states: list[DrawState], penalised: list[int]
+        logits: torch.Tensor,
+        sequences: list[Seq],
+        states: list[DrawState],
+        penalised: list[int],
     ) -> None:
         sizes, ids, counts = [], [], []
         for i in penalised:
             penalties = states[i].penalties
             assert penalties is not None
-            penalties.advance(rows[i].sequence)
+            penalties.advance(sequences[i])
             sizes.append(len(penalties.ids))
             ids.extend(penalties.ids)
             counts.extend(penalties.counts)
 
         def spread(name: str) -> torch.Tensor:
-            values = [getattr(rows[i].sequence.request.params, name) for i in penalised]
+            values = [getattr(sequences[i].request.params, name) for i in penalised]
             return torch.from_numpy(np.repeat(np.array(values, np.float32), sizes)).to(
                 logits.device
             )

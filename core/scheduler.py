@@ -6,7 +6,8 @@ There are no prefill and decode phases: every sequence tries to bring `num_compu
 
 Every request finishes, whatever the pool size:
 - One that could not hold its last token even alone is refused when it is added.
-- A waiting sequence is admitted only with blocks for all its tokens in hand, and nobody overtakes it.
+- A waiting sequence is admitted only with blocks for all its tokens in hand, and nobody overtakes it,
+  except while it waits for a prefix that a running one is computing (`waiting.py`), which is bounded.
 - When blocks run out, the running sequence that is last in order is preempted (its blocks are freed
   and recomputed later), so the first in order always advances.
 - After `MAX_PREEMPTIONS` preemptions a sequence is admitted only with blocks up to its last possible
@@ -16,42 +17,32 @@ Every request finishes, whatever the pool size:
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-
-import msgspec
+from collections.abc import Sequence as SequenceOf
 
 from octavo.core.admission import SchedulerLimits, longest, mixed_seed, stored_tokens
-from octavo.core.blocks import BlockManager, extend_hashes, root_hash
+from octavo.core.blocks import BlockHash, BlockManager, extend_hashes, root_hash
+from octavo.core.outcome import sequence_update, stop_reason
+from octavo.core.roster import Group, Roster
 from octavo.core.sequence import Sequence
 from octavo.core.stats import SchedulerStats
 from octavo.core.types import (
-    FinishReason,
     ParamError,
     Request,
     ScheduledTokens,
     SequenceUpdate,
     StepPlan,
     StepResult,
-    Timings,
     TokenLogprobs,
 )
 
 MAX_PREEMPTIONS = 3
+_MOST_PARKED = 32
+"""Waiting sequences that a step may set aside to look behind them: bounds the time it takes."""
 
 AbortTarget = str | tuple[str, int]
-
-
-@dataclass(slots=True)
-class _Group:
-    """A request's live samples, and those that were aborted before they were forked."""
-
-    request: Request
-    live: dict[int, Sequence] = field(default_factory=dict)
-    unwanted: set[int] = field(default_factory=set)
 
 
 class Scheduler:
@@ -60,19 +51,12 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, limits: SchedulerLimits, seed: int = 0) -> None:
         self.blocks = blocks
         self.limits = limits
-        self.running: list[Sequence] = []  # in order of service
+        self.roster = Roster(blocks)
+        self.running = self.roster.running  # in order of service
+        self._waiting = self.roster.waiting
         self._seed = seed
-        # A heap by order of service; entries of sequences that have ended are skipped.
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
-        self._num_waiting = 0
-        self._groups: dict[str, _Group] = {}
         self._order = 0
-        self._step = 0
-        self._slots_taken = 0  # sequences running, forks to come included
-        self._counts = dict.fromkeys(
-            ("requests", "preemptions", "prompt", "output", "query", "hit"), 0
-        )
-        self._finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
 
     # ------------------------------------------------------------------------------ in and out
 
@@ -83,18 +67,16 @@ class Scheduler:
             RequestRefused: it could never run here; the message has what it needs and what there is.
             ParamError: its id is in use, or its prompt is empty.
         """
-        if request.id in self._groups:
+        if request.id in self.roster.groups:
             raise ParamError("request_id", f"request id {request.id!r} is in use")
         max_len = longest(request, self.limits, self.blocks)
-        params, prompt = request.params, len(request.prompt_token_ids)
         root = root_hash(request.adapter, request.cache_salt, request.image_hashes)
-        seed = params.seed if params.seed is not None else mixed_seed(self._seed, self._order)
+        seed = request.params.seed
+        if seed is None:
+            seed = mixed_seed(self._seed, self._order)
         sequence = Sequence(request, self._order, root, seed & (2**64 - 1), max_len)
         self._order += 1
-        self._counts["requests"] += 1
-        self._counts["prompt"] += prompt
-        self._groups[request.id] = _Group(request, {0: sequence})
-        self._push_waiting(sequence)
+        self.roster.add(sequence)
 
     def abort(self, targets: Iterable[AbortTarget]) -> list[SequenceUpdate]:
         """Ends requests (by id), or samples of them that hit a stop string (by (id, index)), at once.
@@ -105,52 +87,51 @@ class Scheduler:
         updates = []
         for target in targets:
             name, index = (target, None) if isinstance(target, str) else target
-            group = self._groups.get(name)
+            group = self.roster.groups.get(name)
             if group is None:
                 continue
             for sequence in list(group.live.values()):
                 if index is None:
-                    updates.extend(self._finish(sequence, [], "abort", None))
+                    updates.extend(self.roster.finish(sequence, [], "abort", None))
                 elif sequence.index <= index < sequence.index + sequence.pending_samples:
                     updates.extend(self._abort_sample(group, sequence, index))
         return updates
 
-    def _indices(self, sequence: Sequence) -> list[int]:
-        """The samples a sequence stands for: its own, or before the fork all that are wanted."""
-        if sequence.pending_samples == 1:
-            return [sequence.index]
-        unwanted = self._groups[sequence.request.id].unwanted
-        return [i for i in range(sequence.pending_samples) if i not in unwanted]
-
-    def _abort_sample(self, group: _Group, sequence: Sequence, index: int) -> list[SequenceUpdate]:
+    def _abort_sample(self, group: Group, sequence: Sequence, index: int) -> list[SequenceUpdate]:
         """Ends one sample with reason "stop". While it shares its sequence with siblings it is only marked."""
-        wanted = self._indices(sequence)
+        wanted = self.roster.indices(sequence)
         if index not in wanted:
             return []
         if len(wanted) == 1:
-            return self._finish(sequence, [], "stop", None)
+            return self.roster.finish(sequence, [], "stop", None)
         group.unwanted.add(index)
-        return [_update(sequence, [], reason="stop", index=index)]
+        return [sequence_update(sequence, [], reason="stop", index=index)]
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
         """Ends every request of a step that could not be computed; the others are untouched."""
         updates = []
         for item in plan.items:
-            if item.sequence.index in self._live(item.sequence):
-                updates.extend(self._finish(item.sequence, [], "error", message))
+            if item.sequence.running:
+                updates.extend(self.roster.finish(item.sequence, [], "error", message))
         return updates
 
-    def _live(self, sequence: Sequence) -> dict[int, Sequence]:
-        group = self._groups.get(sequence.request.id)
-        return group.live if group is not None else {}
-
     def has_unfinished(self) -> bool:
-        return bool(self._groups)
+        return bool(self.roster.groups)
 
     def sequences(self) -> Iterator[Sequence]:
         """All live sequences, waiting ones included."""
-        for group in self._groups.values():
-            yield from group.live.values()
+        return self.roster.sequences()
+
+    def stats(self) -> SchedulerStats:
+        return self.roster.stats()
+
+    def check(self) -> None:
+        """Audits blocks and queues.
+
+        Raises:
+            BlockAuditError, AssertionError: what does not hold.
+        """
+        self.roster.check()
 
     # -------------------------------------------------------------------------------- planning
 
@@ -159,13 +140,21 @@ class Scheduler:
         items: list[ScheduledTokens] = []
         copies: dict[int, int] = {}  # destination -> source
         preempted: list[str] = []
+        running = self.running
         budget = self.limits.max_num_batched_tokens
-        rows = self.limits.max_logits_rows - self._slots_taken  # each may draw in this step
-        decodes = sum(s.decoding for s in self.running)  # still to be planned
+        rows = self.limits.max_logits_rows - self.roster.slots_taken  # each may draw in this step
+        decodes = _count_decoding(running)  # still to be planned
         position = 0
-        while position < len(self.running) and budget > 0:
-            sequence = self.running[position]
-            decoding = sequence.decoding
+        while position < len(running) and budget > 0:
+            sequence = running[position]
+            start = sequence.num_computed
+            decoding = sequence.num_tokens - start == 1
+            if decoding and start < sequence.writable:  # most sequences of most steps
+                items.append(ScheduledTokens(sequence, start, 1, 1))
+                budget -= 1
+                decodes -= 1
+                position += 1
+                continue
             item = self._tokens_for(sequence, budget if decoding else budget - decodes, rows)
             decodes -= decoding
             if item is None:  # no room for its tokens or rows of logits beside the others
@@ -174,7 +163,7 @@ class Scheduler:
             already = len(preempted)
             kept = self._reserve(sequence, item, position, copies, preempted)
             if len(preempted) > already:  # who is gone claims no part of the budget
-                decodes = sum(s.decoding for s in self.running[position + kept :])
+                decodes = _count_decoding(running[position + kept :])
             if not kept:
                 continue  # it had to go itself: the next one stands at its position
             items.append(item)
@@ -185,9 +174,9 @@ class Scheduler:
             self._admit(items, budget, rows)
         if not items:
             return None
-        self._step += 1
+        self.roster.steps += 1
         return StepPlan(
-            step=self._step,
+            step=self.roster.steps,
             items=tuple(items),
             copies=tuple((source, target) for target, source in copies.items()),
             preempted=tuple(preempted),
@@ -227,7 +216,7 @@ class Scheduler:
             if max(need, 0) + shared <= blocks.num_free:
                 break
             victim = self._victim(position)
-            self._preempt(victim)
+            self.roster.preempt(victim)
             preempted.append(victim.request.id)
             if victim is sequence:
                 return False
@@ -235,10 +224,12 @@ class Scheduler:
             (target,) = blocks.allocate(1)
             source = int(sequence.block_table[first])
             copies[target] = source
-            sequence.block_table[first] = target
+            sequence.replace_block(first, target)
             blocks.free([source])
         if need > 0:
             sequence.add_blocks(blocks.allocate(need))
+        if item.count == item.samples == 1 and not item.all_logits:  # it decodes from now on
+            sequence.writable = sequence.num_blocks * blocks.block_size
         return True
 
     def _victim(self, position: int) -> Sequence:
@@ -247,43 +238,54 @@ class Scheduler:
                 return sequence
         return self.running[position]  # only after a fork: a parent's last block is shared again
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence that has no part in this step's plan yet, and so no copy in it, back to
-        the queue."""
-        self._release(sequence)
-        sequence.num_computed = 0
-        sequence.preemptions += 1
-        sequence.timings.num_preemptions += 1
-        self._counts["preemptions"] += 1
-        self._push_waiting(sequence)
-
     def _admit(self, items: list[ScheduledTokens], budget: int, rows: int) -> None:
-        while budget > 0 and (sequence := self._peek_waiting()) is not None:
-            if self._slots_taken + sequence.pending_samples > self.limits.max_num_seqs:
+        waiting, slots, parked = self._waiting, self.limits.max_num_seqs, 0
+        while budget > 0 and self.roster.slots_taken < slots and (sequence := waiting.first()):
+            # Who found no room finds none before something is given back.
+            moment = sequence, self.blocks.frees, self.roster.slots_taken
+            if self._no_room == moment:
+                return
+            hits: list[int] = []
+            shares = self.blocks.prefix_caching and not sequence.wants_prompt_logprobs
+            if shares:
+                hits, awaited = self._known_prefix(sequence)
+                if awaited is not None:
+                    if parked == _MOST_PARKED:
+                        return
+                    waiting.park(awaited)
+                    parked += 1
+                    continue
+            if self.roster.slots_taken + sequence.pending_samples > slots:
+                self._no_room = moment
                 return
             rows -= sequence.pending_samples
             if rows < sequence.wants_prompt_logprobs:
                 return
-            if not self._take_blocks(sequence):
+            if not self._take_blocks(sequence, hits):
+                self._no_room = moment
                 return
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
             item = self._tokens_for(sequence, budget, rows)
             assert item is not None
-            self._start(sequence)
+            self.roster.start(sequence)
+            self._no_room = None
+            if shares:
+                waiting.promise(sequence)
             items.append(item)
             budget -= item.count
             rows -= item.count if item.all_logits else 0
 
-    def _take_blocks(self, sequence: Sequence) -> bool:
+    def _known_prefix(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
+        """The cached blocks that a waiting sequence begins with, and which block to wait for that a
+        running one is computing behind them. The last token is always computed."""
+        size = self.blocks.block_size
+        extend_hashes(sequence.hashes, sequence.root, sequence.tokens[: sequence.num_tokens], size)
+        findable = (sequence.num_tokens - 1) // size
+        hits = self.blocks.lookup(sequence.hashes[:findable])
+        return hits, self._waiting.awaited(sequence, len(hits), findable)
+
+    def _take_blocks(self, sequence: Sequence, hits: list[int]) -> bool:
         """Prefix hits and new blocks for every known token, and room for the neighbours to grow."""
         blocks, size = self.blocks, self.blocks.block_size
-        hits: list[int] = []
-        if blocks.prefix_caching and not sequence.wants_prompt_logprobs:
-            extend_hashes(
-                sequence.hashes, sequence.root, sequence.tokens[: sequence.num_tokens], size
-            )
-            hits = blocks.lookup(sequence.hashes[: (sequence.num_tokens - 1) // size])
         target = sequence.num_tokens
         spare = 0
         if sequence.preemptions >= MAX_PREEMPTIONS:
@@ -291,7 +293,7 @@ class Scheduler:
         elif self.running:
             spare = len(self.running)
         need = blocks.blocks_for(target) - len(hits)
-        from_free = sum(blocks.is_free(block) for block in hits)
+        from_free = blocks.count_free(hits)
         if need + from_free + spare > blocks.num_free:
             return False
         blocks.acquire(hits)
@@ -308,86 +310,69 @@ class Scheduler:
             return
         sequence.num_cached = sequence.num_computed
         sequence.timings.num_cached_tokens = sequence.num_computed
-        self._counts["query"] += sequence.num_tokens
-        self._counts["hit"] += sequence.num_computed
-
-    def _start(self, sequence: Sequence) -> None:
-        sequence.running = True
-        self._slots_taken += sequence.pending_samples
-        if not sequence.timings.scheduled:
-            sequence.timings.scheduled = time.monotonic()
-        self._insert_running(sequence)
-
-    def _insert_running(self, sequence: Sequence) -> None:
-        index = len(self.running)
-        while index and self.running[index - 1].key > sequence.key:
-            index -= 1
-        self.running.insert(index, sequence)
+        self.roster.counts["query"] += sequence.num_tokens
+        self.roster.counts["hit"] += sequence.num_computed
 
     # ------------------------------------------------------------------------------ after a step
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Takes a step's tokens: advances, remembers full blocks, forks samples, finishes, frees."""
         updates: list[SequenceUpdate] = []
+        tokens: list[int] = result.tokens.tolist()
+        size, remembers = self.blocks.block_size, self.blocks.prefix_caching
+        now = time.monotonic()
         row = 0
         for item in plan.items:
             sequence: Sequence = item.sequence
-            samples = range(row, row + item.samples)
+            first = row
             row += item.samples
-            if self._live(sequence).get(sequence.index) is not sequence:
-                continue
+            if not sequence.running:
+                continue  # it ended while the step ran
             sequence.num_computed = item.start + item.count
-            self._remember_full_blocks(sequence)
-            prompt_logprobs = self._take_prompt_logprobs(item, result)
-            if prompt_logprobs and any(math.isnan(entry.logprob) for entry in prompt_logprobs):
-                message = "the logits of the prompt were not finite"
-                updates.extend(self._finish(sequence, [], "error", message))
-                continue
-            if not item.samples:
-                if sequence.num_computed >= sequence.max_len:  # max_tokens=0: the prompt was all
-                    updates.extend(
-                        self._finish(sequence, [], "length", None, None, prompt_logprobs)
-                    )
-                elif prompt_logprobs is not None:
-                    index = self._indices(sequence)[0]
-                    updates.append(
-                        _update(sequence, [], prompt_logprobs=prompt_logprobs, index=index)
-                    )
-                continue
-            family = self._fork(sequence, item.samples)
-            for sample, member in zip(samples, family, strict=True):
-                if member is None:
-                    continue
-                logprobs = result.logprobs[sample] if len(result.logprobs) else None
-                updates.extend(
-                    self._take_token(member, int(result.tokens[sample]), logprobs, prompt_logprobs)
-                )
-                prompt_logprobs = None
+            if remembers and sequence.num_computed // size > sequence.num_remembered:
+                self._remember_full_blocks(sequence)
+            if item.samples != 1 or item.all_logits:
+                self._take_rows(item, result, tokens[first:row], first, now, updates)
+            else:
+                logprobs = result.logprobs[first] if result.logprobs else None
+                self._take_token(sequence, tokens[first], logprobs, None, now, updates)
         return updates
 
-    def _fork(self, sequence: Sequence, samples: int) -> list[Sequence | None]:
-        """The sequence and its siblings, with None for those nobody wants any more."""
-        family: list[Sequence | None] = [sequence]
-        group = self._groups[sequence.request.id]
-        for index in range(1, samples):
-            if index in group.unwanted:
-                family.append(None)
+    def _take_rows(
+        self,
+        item: ScheduledTokens,
+        result: StepResult,
+        tokens: list[int],
+        first: int,
+        now: float,
+        updates: list[SequenceUpdate],
+    ) -> None:
+        """An item that is not one token drawn from one row: part of a prompt, all of it with one
+        token for each sample (rows from `first` on), or prompt log-probabilities."""
+        sequence: Sequence = item.sequence
+        prompt_logprobs = self._take_prompt_logprobs(item, result)
+        if prompt_logprobs and any(math.isnan(entry.logprob) for entry in prompt_logprobs):
+            message = "the logits of the prompt were not finite"
+            updates.extend(self.roster.finish(sequence, [], "error", message))
+            return
+        if not item.samples:
+            if sequence.num_computed >= sequence.max_len:  # max_tokens=0: the prompt was all
+                updates.extend(
+                    self.roster.finish(sequence, [], "length", None, None, prompt_logprobs)
+                )
+            elif prompt_logprobs is not None:
+                index = self.roster.indices(sequence)[0]
+                updates.append(
+                    sequence_update(sequence, [], prompt_logprobs=prompt_logprobs, index=index)
+                )
+            return
+        family = self.roster.fork(sequence, item.samples)
+        for i, (token, member) in enumerate(zip(tokens, family, strict=True), start=first):
+            if member is None:
                 continue
-            child = sequence.fork(index, self.blocks.blocks_for(sequence.num_computed))
-            self.blocks.acquire(child.blocks)
-            group.live[index] = child
-            self._insert_running(child)
-            family.append(child)
-        sequence.pending_samples = 1
-        if samples > 1:
-            self._slots_taken -= len(group.unwanted)
-            if 0 in group.unwanted:
-                self._slots_taken += 1  # which _release gives back
-                self._release(sequence)
-                del group.live[0]
-                family[0] = None
-            group.unwanted.clear()
-        return family
+            logprobs = result.logprobs[i] if result.logprobs else None
+            self._take_token(member, token, logprobs, prompt_logprobs, now, updates)
+            prompt_logprobs = None
 
     def _take_token(
         self,
@@ -395,34 +380,54 @@ class Scheduler:
         token: int,
         logprobs: TokenLogprobs | None,
         prompt_logprobs: list[TokenLogprobs] | None,
-    ) -> list[SequenceUpdate]:
+        now: float,
+        updates: list[SequenceUpdate],
+    ) -> None:
         if token < 0:
             message = "no token could be sampled: all were excluded, or the logits were not finite"
-            return self._finish(sequence, [], "error", message, None, prompt_logprobs)
+            updates.extend(
+                self.roster.finish(sequence, [], "error", message, None, prompt_logprobs)
+            )
+            return
         sequence.append(token)
-        self._counts["output"] += 1
+        self.roster.counts["output"] += 1
         timings = sequence.timings
-        timings.last_token = time.monotonic()
+        timings.last_token = now
         first = not timings.first_token
         if first:
-            timings.first_token = timings.last_token
-        news = first or sequence.preemptions != sequence.preemptions_told
-        sequence.preemptions_told = sequence.preemptions
-        reason, stop = stop_reason(sequence, token)
+            timings.first_token = now
         entries = [logprobs] if logprobs is not None else None
-        if reason is not None:
-            return self._finish(sequence, [token], reason, stop, entries, prompt_logprobs)
-        return [_update(sequence, [token], entries, prompt_logprobs, timings if news else None)]
+        if token in sequence.ends or sequence.num_tokens >= sequence.max_len:
+            reason, stop = stop_reason(sequence, token)
+            if reason is not None:
+                updates.extend(
+                    self.roster.finish(sequence, [token], reason, stop, entries, prompt_logprobs)
+                )
+                return
+        if first or sequence.preemptions != sequence.preemptions_told or prompt_logprobs:
+            sequence.preemptions_told = sequence.preemptions
+            updates.append(sequence_update(sequence, [token], entries, prompt_logprobs, timings))
+            return
+        updates.append(
+            SequenceUpdate(
+                request_id=sequence.request.id,
+                index=sequence.index,
+                token_ids=[token],
+                logprobs=entries,
+                num_cached_tokens=sequence.num_cached,
+            )
+        )
 
     def _remember_full_blocks(self, sequence: Sequence) -> None:
-        blocks, size = self.blocks, self.blocks.block_size
+        size = self.blocks.block_size
         full = sequence.num_computed // size
-        if not blocks.prefix_caching or full <= sequence.num_remembered:
-            return
         extend_hashes(sequence.hashes, sequence.root, sequence.tokens[: full * size], size)
-        for i in range(sequence.num_remembered, full):
-            blocks.remember(int(sequence.block_table[i]), sequence.hashes[i])
-        sequence.num_remembered = max(full, sequence.num_remembered)
+        known = sequence.num_remembered
+        sequence.num_remembered = full
+        table: list[int] = sequence.block_table[known:full].tolist()
+        for block, key in zip(table, sequence.hashes[known:full], strict=True):
+            self.blocks.remember(block, key)
+            self._waiting.keep(sequence, key)
 
     def _take_prompt_logprobs(
         self, item: ScheduledTokens, result: StepResult
@@ -436,139 +441,6 @@ class Scheduler:
         sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.request.id, ()))
         return None if sequence.wants_prompt_logprobs else sequence.prompt_logprobs
 
-    def _finish(
-        self,
-        sequence: Sequence,
-        tokens: list[int],
-        reason: FinishReason,
-        stop: int | str | None,
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> list[SequenceUpdate]:
-        group = self._groups[sequence.request.id]
-        sequence.timings.finished = time.monotonic()
-        indices = self._indices(sequence)  # samples that were never forked end with it
-        if sequence.running:
-            self._release(sequence)
-        else:
-            self._num_waiting -= 1
-        del group.live[sequence.index]
-        if not group.live:
-            del self._groups[sequence.request.id]
-            self._finished[reason] += 1
-        timings = sequence.timings
-        first = _update(
-            sequence, tokens, logprobs, prompt_logprobs, timings, reason, stop, indices[0]
-        )
-        siblings = [
-            msgspec.structs.replace(first, index=i, prompt_logprobs=None) for i in indices[1:]
-        ]
-        return [first, *siblings]
 
-    def _release(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._slots_taken -= sequence.pending_samples
-        sequence.running = False
-        self.blocks.free(sequence.blocks)
-        sequence.num_blocks = 0
-
-    def _push_waiting(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.key, sequence))
-        self._num_waiting += 1
-
-    def _peek_waiting(self) -> Sequence | None:
-        while self._waiting:
-            sequence = self._waiting[0][1]
-            if not sequence.running and self._live(sequence).get(sequence.index) is sequence:
-                return sequence
-            heapq.heappop(self._waiting)
-        return None
-
-    # ------------------------------------------------------------------------------ looking in
-
-    def stats(self) -> SchedulerStats:
-        # Asked between two steps, so no walk over all blocks: only those not yet full are looked at.
-        size = self.blocks.block_size
-        allocated = self.blocks.num_used * size
-        empty: dict[int, int] = {}
-        for sequence in self.running:
-            for i in range(sequence.num_computed // size, sequence.num_blocks):
-                block = int(sequence.block_table[i])
-                room = size - max(0, sequence.num_computed - i * size)
-                empty[block] = min(empty.get(block, size), room)
-        wasted = sum(empty.values())
-        counts = self._counts
-        return SchedulerStats(
-            running=len(self.running),
-            waiting=self._num_waiting,
-            kv_blocks_total=self.blocks.usable,
-            kv_blocks_used=self.blocks.num_used,
-            kv_blocks_cached=self.blocks.num_cached,
-            kv_slots_allocated=allocated,
-            kv_slots_used=allocated - wasted,
-            kv_slots_wasted=wasted,
-            steps=self._step,
-            requests=counts["requests"],
-            preemptions=counts["preemptions"],
-            evictions=self.blocks.evictions,
-            prompt_tokens=counts["prompt"],
-            output_tokens=counts["output"],
-            prefix_query_tokens=counts["query"],
-            prefix_hit_tokens=counts["hit"],
-            finished=dict(self._finished),
-        )
-
-    def check(self) -> None:
-        """Audits blocks and queues.
-
-        Raises:
-            BlockAuditError, AssertionError: what does not hold.
-        """
-        live = list(self.sequences())
-        self.blocks.check([s.blocks for s in live])
-        assert {id(s) for s in self.running} == {id(s) for s in live if s.running}, (
-            "running list is stale"
-        )
-        assert [s.key for s in self.running] == sorted(s.key for s in self.running), (
-            "running is out of order"
-        )
-        waiting = sum(not s.running for s in live)
-        assert waiting == self._num_waiting, f"{waiting} wait, {self._num_waiting} counted"
-        taken = sum(s.pending_samples for s in self.running)
-        assert taken == self._slots_taken, f"{taken} slots are taken, {self._slots_taken} counted"
-
-
-def stop_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-    """Whether the token just appended ends the sequence, and by which stop token."""
-    request, params = sequence.request, sequence.request.params
-    if sequence.num_output >= params.min_tokens:
-        if not params.ignore_eos and token in request.eos_token_ids:
-            return "stop", None
-        if params.stop_token_ids and token in params.stop_token_ids:
-            return "stop", token
-    if sequence.num_tokens >= sequence.max_len:
-        return "length", None
-    return None, None
-
-
-def _update(
-    sequence: Sequence,
-    tokens: list[int],
-    logprobs: list[TokenLogprobs] | None = None,
-    prompt_logprobs: list[TokenLogprobs] | None = None,
-    timings: Timings | None = None,
-    reason: FinishReason | None = None,
-    stop: int | str | None = None,
-    index: int | None = None,
-) -> SequenceUpdate:
-    return SequenceUpdate(
-        request_id=sequence.request.id,
-        index=sequence.index if index is None else index,
-        token_ids=tokens,
-        finish_reason=reason,
-        stop_reason=stop,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        num_cached_tokens=sequence.num_cached,
-        timings=timings,
-    )
+def _count_decoding(sequences: SequenceOf[Sequence]) -> int:
+    return sum([s.num_tokens - s.num_computed == 1 for s in sequences])

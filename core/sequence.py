@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -12,6 +13,7 @@ from octavo.core.blocks import BlockHash
 from octavo.core.types import Int32, Request, Timings, TokenLogprobs
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_next_table_id = itertools.count(1).__next__
 
 
 class Sequence:
@@ -20,31 +22,44 @@ class Sequence:
     `tokens[:num_tokens]` are prompt and output; the KV cache holds the first `num_computed` of them.
     `max_len` is where it must end. Until its prompt is done a sequence also stands for the
     `pending_samples - 1` siblings that will be forked from it.
+
+    `block_table[:num_blocks]` are its KV blocks. While `table_id` stays the same, blocks were only
+    appended to it, so a copy made earlier is still a prefix; no two tables ever had the same id. A
+    single token at a position below `writable` may be written as it is: its block is there and no
+    one else's.
     """
 
     __slots__ = (
         "block_table",
         "draw_state",
+        "ends",
         "hashes",
         "index",
+        "last_token",
         "max_len",
         "num_blocks",
         "num_cached",
         "num_computed",
+        "num_promised",
         "num_prompt",
         "num_remembered",
         "num_tokens",
         "order",
+        "parked_for",
         "pending_samples",
         "preemptions",
         "preemptions_told",
+        "prefix_waits",
         "prompt_logprobs",
+        "queued",
         "request",
         "root",
         "running",
         "seed",
+        "table_id",
         "timings",
         "tokens",
+        "writable",
     )
 
     def __init__(
@@ -55,7 +70,7 @@ class Sequence:
         seed: int,
         max_len: int,
     ) -> None:
-        prompt = request.prompt_token_ids
+        prompt, params = request.prompt_token_ids, request.params
         self.request = request
         self.index = 0
         self.order = order
@@ -63,18 +78,29 @@ class Sequence:
         self.seed = seed
         self.max_len = max_len
         self.tokens: Int32 = np.array(prompt, np.int32)  # grows by doubling
+        self.last_token = int(prompt[-1])
         self.num_prompt = self.num_tokens = len(prompt)
         self.num_computed = 0
         self.block_table: Int32 = np.zeros(0, np.int32)  # grows by doubling
         self.num_blocks = 0
+        self.table_id = _next_table_id()
+        self.writable = 0
         self.hashes: list[BlockHash] = []
         self.num_remembered = 0  # full blocks whose hash the block manager has
+        self.num_promised = 0  # full blocks that others may wait for, the remembered included
         self.num_cached = 0
-        self.pending_samples = request.params.n
+        self.pending_samples = params.n
+        # Tokens that may end it; `min_tokens` may still speak against.
+        self.ends = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            self.ends |= frozenset(request.eos_token_ids)
         self.preemptions = 0
         self.preemptions_told = 0  # when the timings were last sent
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.running = False
+        self.queued = False
+        self.parked_for: BlockHash | None = None  # the block it waits for while parked
+        self.prefix_waits = 0
         self.timings = Timings(arrival_time=request.arrival_time, queued=time.monotonic())
         self.draw_state: Any = None  # the sampler's, made when first needed
 
@@ -110,10 +136,6 @@ class Sequence:
         blocks: list[int] = self.block_table[: self.num_blocks].tolist()
         return blocks
 
-    @property
-    def last_token(self) -> int:
-        return int(self.tokens[self.num_tokens - 1])
-
     def sample_seed(self, sample: int) -> int:
         """The seed of the sibling `sample` places after this one, as `fork` will set it."""
         return (self.seed + sample * _GOLDEN) & (2**64 - 1)
@@ -121,7 +143,7 @@ class Sequence:
     def append(self, token: int) -> None:
         if self.num_tokens == len(self.tokens):
             self.tokens = _grown(self.tokens, self.num_tokens + 1)
-        self.tokens[self.num_tokens] = token
+        self.tokens[self.num_tokens] = self.last_token = token
         self.num_tokens += 1
 
     def add_blocks(self, blocks: SequenceOf[int]) -> None:
@@ -130,6 +152,16 @@ class Sequence:
             self.block_table = _grown(self.block_table, end)
         self.block_table[self.num_blocks : end] = blocks
         self.num_blocks = end
+
+    def replace_block(self, place: int, block: int) -> None:
+        """Puts another block in the place of one."""
+        self.block_table[place] = block
+        self.table_id = _next_table_id()
+
+    def drop_blocks(self) -> None:
+        """Empties the block table (whose ref counts the caller lowers)."""
+        self.num_blocks = self.writable = 0
+        self.table_id = _next_table_id()
 
     def fork(self, index: int, num_blocks: int) -> Sequence:
         """A sibling with the same tokens and first blocks (whose ref counts the caller raises)."""
@@ -141,6 +173,8 @@ class Sequence:
         child.tokens = self.tokens.copy()
         child.block_table = self.block_table[:num_blocks].copy()
         child.num_blocks = num_blocks
+        child.table_id = _next_table_id()
+        child.writable = self.writable = 0  # the last block may be shared now
         child.preemptions = child.preemptions_told = 0
         child.hashes = list(self.hashes)
         child.timings = Timings(

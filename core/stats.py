@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
+
+from octavo.core.sequence import Sequence
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start, and what holds now. KV numbers are in blocks or slots (tokens)."""
+    """Counters since the start, and what holds now. KV numbers are in blocks or slots (tokens).
+
+    `waiting_for_prefix` of the `waiting` sequences wait for blocks that a running one is computing,
+    the others for room."""
 
     running: int
     waiting: int
+    waiting_for_prefix: int
     kv_blocks_total: int
     kv_blocks_used: int
     kv_blocks_cached: int
@@ -24,4 +32,19 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    prefix_waits: int  # times that a sequence was made to wait for a prefix
     finished: dict[str, int]
+
+
+def unfilled_slots(running: Iterable[Sequence], block_size: int) -> int:
+    """Slots of the blocks that running sequences hold which no token fills yet; shared ones count once.
+
+    Asked between two steps, so no walk over all blocks: only those not yet full are looked at.
+    """
+    empty: dict[int, int] = {}
+    for sequence in running:
+        for i in range(sequence.num_computed // block_size, sequence.num_blocks):
+            block = int(sequence.block_table[i])
+            room = block_size - max(0, sequence.num_computed - i * block_size)
+            empty[block] = min(empty.get(block, block_size), room)
+    return sum(empty.values())

@@ -288,7 +288,7 @@ class Timings(msgspec.Struct, kw_only=True, omit_defaults=True):
         return max(0.0, self.last_token - self.first_token)
 
 
-class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step brought to one sample of a request: the engine's only output.
 
     `stop_reason` is the token id that stopped it (None for EOS), or a message when the finish
@@ -353,8 +353,7 @@ class RequestOutput:
 # ---------------------------------------------------------------------------------- one step
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
+class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     """`count` tokens of one sequence, from position `start` on.
 
     `samples` rows of the last token's logits are drawn from: 0 while a prompt is unfinished, n when
@@ -381,7 +380,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.count for item in self.items)
+        return sum([item.count for item in self.items])
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +389,9 @@ class Batch:
 
     T tokens (padded), S sequences (padded), L rows of logits. Per KV group g: `slots[g]` [T] int64,
     `block_tables[g]` [S, blocks] int32 (0, the null block, where unused). A slot of -1 is padding.
+
+    The arrays are views of buffers that are used again: they hold until the step is done, and while
+    the next one is built, but not longer. Whoever keeps something copies it.
     """
 
     num_tokens: int  # without padding

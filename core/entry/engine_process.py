@@ -11,6 +11,7 @@ socket.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import itertools
@@ -47,6 +48,9 @@ def main() -> None:
         config = EngineConfig.from_kwargs(**start.config)
         engine = factory(config, progress=_ForwardedProgress(link))
         link.sendall(messages.encode(messages.Ready(engine.info)))
+        # Model and libraries stay to the end. Looking through them for cycles takes as long as many
+        # steps and would fall between two of them.
+        gc.freeze()
         EngineLoop(link, engine).run()
     except ConnectionError:
         sys.exit(1)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from support import EOS, VOCAB, Rig, expected_tokens, request, rig
 
 from octavo.core.scheduler import MAX_PREEMPTIONS
-from octavo.core.types import Request, RequestRefused
+from octavo.core.types import Request, RequestRefused, StepPlan
+from octavo.core.waiting import MAX_PREFIX_WAITS
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,12 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Abort:
-    """Before step `at`, request number `target` ends, or its sample `index`."""
+    """Before step `at`, or while it runs, request number `target` ends, or its sample `index`."""
 
     at: int
     target: int
     index: int | None
+    midway: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Scenario:
     prefix_caching: bool
     arrivals: tuple[Arrival, ...]
     aborts: tuple[Abort, ...]
+    failures: tuple[int, ...] = ()  # steps that fail
 
 
 _COMMON = [random.Random(1).randrange(VOCAB) for _ in range(4096)]
@@ -81,16 +84,47 @@ def play(s: Scenario) -> tuple[int, Rig]:
         rows=s.rows, chunk_multiple=s.chunk_multiple, max_model_len=s.max_model_len,
         prefix_caching=s.prefix_caching,
     )  # fmt: skip
+    failed: set[tuple[str, int]] = set()
+
+    def fail(plan: StepPlan) -> None:
+        if plan.step in s.failures:
+            for item in plan.items:
+                name = item.sequence.request.id
+                failed.update((name, i) for i in r.scheduler.roster.indices(item.sequence))
+            raise RuntimeError("out of luck")
+
+    r.runner.hook = fail
     requests = [scenario_request(i, a) for i, a in enumerate(s.arrivals)]
     refused: set[str] = set()
     aborted: dict[tuple[str, int], str] = {}
-    events = sorted([*s.arrivals, *s.aborts], key=lambda e: e.at)
     numbers = {id(a): i for i, a in enumerate(s.arrivals)}
     pool = (s.blocks - 1) * s.block_size
     work = sum(
         min(s.max_model_len, a.prompt_length + (a.max_tokens or s.max_model_len)) * a.n
         for a in s.arrivals
     )
+
+    def abort(event: Abort) -> None:
+        if event.target >= len(requests):
+            return
+        name = str(event.target)
+        before = dict(r.finished)
+        r.take(r.engine.abort([name if event.index is None else (name, event.index)]))
+        new = set(r.finished) - set(before)
+        if event.index is not None:
+            assert new <= {(name, event.index)}
+        aborted.update(dict.fromkeys(new, "abort" if event.index is None else "stop"))
+
+    midway = [a for a in s.aborts if a.midway]
+
+    def abort_midway(_: StepPlan) -> None:
+        for event in midway:
+            if event.at == now:
+                abort(event)
+                r.scheduler.check()
+
+    r.runner.after = abort_midway
+    events = sorted([*s.arrivals, *(a for a in s.aborts if not a.midway)], key=lambda e: e.at)
     bound = (MAX_PREEMPTIONS + 2) * work + len(events) + 10
     steps = now = 0
     while events or r.engine.has_unfinished():
@@ -103,20 +137,14 @@ def play(s: Scenario) -> tuple[int, Rig]:
                 except RequestRefused as error:
                     refused.add(name)
                     assert sum(c.isdigit() for c in str(error)) >= 2, error
-            elif event.target < len(requests):
-                name = str(event.target)
-                before = dict(r.finished)
-                target = name if event.index is None else (name, event.index)
-                r.take(r.engine.abort([target]))
-                new = set(r.finished) - set(before)
-                if event.index is not None:
-                    assert new <= {(name, event.index)}
-                aborted |= dict.fromkeys(new, "abort" if event.index is None else "stop")
+            else:
+                abort(event)
             r.scheduler.check()
         if r.engine.has_unfinished():
             r.step()
             steps += 1
             assert steps <= bound, f"{steps} steps for {work} tokens"
+            assert all(q.prefix_waits <= MAX_PREFIX_WAITS for q in r.scheduler.sequences())
         now += 1
     r.check_empty()
     for q in requests:
@@ -129,12 +157,14 @@ def play(s: Scenario) -> tuple[int, Rig]:
                 raise AssertionError(f"{key} never ended")
             wanted = expected_tokens(q, key[1], s.max_model_len, pool)
             got, reason = r.tokens[key], r.finished[key].finish_reason
-            if key in aborted:
+            if key in failed:
+                assert got == wanted[: len(got)] and reason == "error"
+            elif key in aborted:
                 assert got == wanted[: len(got)] and reason == aborted[key]
             else:
                 assert got == wanted, key
                 assert reason in ("stop", "length")
-        if q.params.prompt_logprobs is not None and keys[0] not in aborted:
+        if q.params.prompt_logprobs is not None and not {keys[0]} & (failed | set(aborted)):
             entries = r.prompt_logprobs[q.id]
             assert [e.token_id for e in entries] == q.prompt_token_ids[1:]
             assert [e.logprob for e in entries] == [-float(p + 1) for p in range(len(entries))]
@@ -147,11 +177,12 @@ def random_scenario(dice: random.Random) -> Scenario:
     longest = dice.choice([8, 24, 60, 150])
     need = math.ceil(longest / size)
     count = dice.randint(1, 14)
+    crowd = dice.random() < 0.3  # they come at once, with the same beginning
     arrivals = tuple(
         Arrival(
-            at=dice.randint(0, 40),
+            at=dice.randint(0, 2 if crowd else 40),
             prompt_length=(length := dice.randint(1, longest)),
-            shared=dice.choice([0, 0, length // 2, length]),
+            shared=dice.choice([length // 2, length] if crowd else [0, 0, length // 2, length]),
             max_tokens=dice.choice([None, 0, 1, dice.randint(1, 40)]),
             n=dice.choice([1, 1, 1, 2, 3, 5]),
             priority=dice.choice([0, 0, 0, -1, 1]),
@@ -163,9 +194,15 @@ def random_scenario(dice: random.Random) -> Scenario:
         for _ in range(count)
     )
     aborts = tuple(
-        Abort(dice.randint(0, 60), dice.randrange(count), dice.choice([None, 0, 1, 2]))
+        Abort(
+            dice.randint(0, 60),
+            dice.randrange(count),
+            dice.choice([None, 0, 1, 2]),
+            dice.random() < 0.5,
+        )
         for _ in range(dice.choice([0, 0, 1, 4, 8]))
     )
+    failures = tuple(dice.randint(1, 40) for _ in range(dice.choice([0, 0, 0, 1, 3])))
     return Scenario(
         blocks=1
         + dice.choice([max(1, need // 2), need, need + 1, 2 * need, 3 * need + 2, 20 * need]),
@@ -178,4 +215,5 @@ def random_scenario(dice: random.Random) -> Scenario:
         prefix_caching=dice.random() < 0.7,
         arrivals=arrivals,
         aborts=aborts,
+        failures=failures,
     )

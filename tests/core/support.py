@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.core.admission import SchedulerLimits
-from octavo.core.batch import build_batch, prompt_logprob_rows
+from octavo.core.batch import BatchBuilder, prompt_logprob_rows
 from octavo.core.blocks import BlockManager, root_hash
 from octavo.core.contract import Lane
 from octavo.core.engine import Engine, ModelInfo
@@ -31,6 +31,7 @@ from octavo.core.types import (
     StepResult,
     TokenLogprobs,
 )
+from octavo.core.waiting import MAX_PREFIX_WAITS, WaitingQueue
 
 VOCAB = 997
 EOS = (2, 7)
@@ -101,18 +102,24 @@ class NullRunner:
         self.lane = lane or Lane(
             max_seqs=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens
         )
+        self.builder = BatchBuilder(self.lane, blocks.block_size)
         self.kv = np.zeros(blocks.num_blocks * blocks.block_size, np.uint64)
         self.forced: dict[str, list[int]] = {}
         self.hook: Callable[[StepPlan], None] | None = None
+        self.after: Callable[[StepPlan], None] | None = None  # once computed, before the commit
         self.steps = 0
         self.copies = 0
         self.closed = False
+        self.waiting: WaitingQueue | None = None  # audited too where it is told
 
     def execute(self, step: StepPlan) -> StepResult:
         try:
-            return self._execute(step)
+            result = self._execute(step)
         except AssertionError as error:
             raise AuditFailure(str(error)) from error
+        if self.after is not None:
+            self.after(step)
+        return result
 
     def _execute(self, step: StepPlan) -> StepResult:
         self.steps += 1
@@ -124,7 +131,7 @@ class NullRunner:
         self.copies += len(step.copies)
         for source, target in step.copies:
             pages[target] = pages[source]
-        batch = build_batch(step, self.lane, size)
+        batch = self.builder.build(step)
         assert batch.num_tokens == step.num_tokens
         slots, table = batch.slots[0], batch.block_tables[0]
         written = slots[: batch.num_tokens]
@@ -213,6 +220,7 @@ class NullRunner:
         assert len(set(targets)) == len(targets), "a block is copied to twice"
         owners = defaultdict(int)
         for item in step.items:
+            self._audit_start(item.sequence)
             assert item.sequence.running
             assert item.count >= 1 and item.start == item.sequence.num_computed
             for block in item.sequence.blocks:
@@ -220,6 +228,17 @@ class NullRunner:
         for target in targets:
             assert owners[target] == 1 and self.blocks._refs[target] == 1, (
                 "a copy nobody owns alone"
+            )
+
+    def _audit_start(self, sequence: Sequence) -> None:
+        """Nobody starts on a block that another is computing, unless it has waited often enough."""
+        known, size = sequence.num_remembered, self.blocks.block_size
+        if self.waiting is None or sequence.num_computed != known * size:
+            return
+        if known < min(sequence.num_promised, (sequence.num_tokens - 1) // size):
+            maker = self.waiting._promises.get(sequence.hashes[known])
+            assert maker is sequence or sequence.prefix_waits == MAX_PREFIX_WAITS, (
+                f"{sequence.request.id} computes what another is computing"
             )
 
 
@@ -276,7 +295,7 @@ class Rig:
         assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
         assert self.scheduler.blocks.num_free == self.scheduler.blocks.usable
         assert not self.scheduler.running and not list(self.scheduler.sequences())
-        assert self.scheduler._slots_taken == 0
+        assert self.scheduler.roster.slots_taken == 0
 
 
 def model_info(max_model_len: int = 4096, **changes: object) -> ModelInfo:
@@ -314,7 +333,9 @@ def rig(
     )
     manager = BlockManager(blocks, block_size, prefix_caching)
     made = (runner or NullRunner)(manager, limits, lane)
-    return Rig(Engine(Scheduler(manager, limits), made, model_info(max_model_len)), made)
+    scheduler = Scheduler(manager, limits)
+    made.waiting = scheduler.roster.waiting
+    return Rig(Engine(scheduler, made, model_info(max_model_len)), made)
 
 
 def request(

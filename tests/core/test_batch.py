@@ -8,13 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import request
 
-from octavo.core.batch import bucket, build_batch, prompt_logprob_rows
+from octavo.core.batch import BatchBuilder, bucket, prompt_logprob_rows
 from octavo.core.blocks import root_hash
 from octavo.core.contract import Lane
 from octavo.core.sequence import Sequence
-from octavo.core.types import ScheduledTokens, StepPlan, TokenLogprobs
+from octavo.core.types import Batch, ScheduledTokens, StepPlan, TokenLogprobs
 
 ROOT = root_hash(None, None, ())
+
+
+def build_batch(plan: StepPlan, lane: Lane, block_size: int, groups: int = 1) -> Batch:
+    return BatchBuilder(lane, block_size, groups).build(plan)
 
 
 def sequence(name: str, prompt: int, blocks: list[int], output: int = 0, **params) -> Sequence:
@@ -117,3 +121,65 @@ def test_against_a_plain_loop(data: st.DataObject) -> None:
         )
         for i, item in enumerate(items)
     )
+
+
+ARRAYS = ("token_ids", "positions", "query_start", "context_lens", "logits_rows")
+
+
+def values(batch: Batch) -> dict[str, np.ndarray]:
+    found = {name: getattr(batch, name).copy() for name in ARRAYS}
+    return {**found, "slots": batch.slots[0].copy(), "tables": batch.block_tables[0].copy()}
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_buffers_that_are_used_again_say_what_new_ones_say(data: st.DataObject) -> None:
+    """Sequences come, grow, lose their blocks or one of them, change places and go; the batch before
+    stays as it was while the next one is built."""
+    size = 4
+    lane = data.draw(
+        st.sampled_from(
+            [Lane(), Lane(token_buckets=(16, 400), seq_buckets=(4, 9), block_buckets=(3, 8, 60))]
+        )
+    )
+    builder = BatchBuilder(lane, size)
+    free = iter(range(1, 10_000))
+    known: list[Sequence] = []
+    earlier: tuple[Batch, dict[str, np.ndarray]] | None = None
+    for step in range(data.draw(st.integers(2, 12))):
+        changes = ["new", "new", "go", "drop", "replace"]
+        for change in data.draw(st.lists(st.sampled_from(changes), max_size=4)):
+            if change == "new" and len(known) < 9:
+                known.append(sequence(f"{step}{len(known)}", data.draw(st.integers(1, 30)), []))
+            elif change == "go" and known:
+                known.pop(data.draw(st.integers(0, len(known) - 1)))
+            elif change == "drop" and known:
+                data.draw(st.sampled_from(known)).drop_blocks()
+            elif change == "replace" and known:
+                some = data.draw(st.sampled_from(known))
+                if some.num_blocks:
+                    some.replace_block(some.num_blocks - 1, next(free))
+        if not known:
+            continue
+        chosen = data.draw(st.permutations(known))[: data.draw(st.integers(1, len(known)))]
+        items = []
+        for one in chosen:
+            if data.draw(st.booleans()):
+                one.append(step)
+            missing = -(-one.num_tokens // size) - one.num_blocks
+            one.add_blocks([next(free) for _ in range(missing)])
+            count = data.draw(st.sampled_from([1, one.num_tokens]))
+            items.append(
+                ScheduledTokens(
+                    one, one.num_tokens - count, count, data.draw(st.sampled_from([1, 1, 0, 2]))
+                )
+            )
+        plan = StepPlan(1, tuple(items))
+        batch = builder.build(plan)
+        wanted = values(BatchBuilder(lane, size).build(plan))
+        got = values(batch)
+        assert all(np.array_equal(got[name], wanted[name]) for name in wanted), plan
+        if earlier is not None:
+            kept = values(earlier[0])
+            assert all(np.array_equal(kept[name], earlier[1][name]) for name in kept)
+        earlier = batch, got

@@ -492,3 +492,53 @@ def test_half_precision_logits_give_float32_logprobs() -> None:
     (entry,) = draw(logits, sequence(logprobs=1)).logprobs
     raw = torch.log_softmax(logits[0].double(), 0)
     assert entry is not None and abs(entry.logprob - float(raw.max())) < 1e-5
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_what_a_sampler_keeps_between_steps_changes_nothing(data: st.DataObject) -> None:
+    """Rows come, go and change places from step to step; a sampler that has seen others draws what a
+    new one draws."""
+    kept = sampler()
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 2.0, "top_k": 5, "logprobs": 2},
+        {"temperature": 0.7, "n": 3},
+    ]
+    known = [
+        sequence([1, 2, 3], seed=i, **data.draw(st.sampled_from(kinds)))
+        for i in range(data.draw(st.integers(1, 5)))
+    ]
+    for step in range(data.draw(st.integers(2, 6))):
+        chosen = data.draw(st.permutations(known))[: data.draw(st.integers(1, len(known)))]
+        rows = sum(s.pending_samples for s in chosen)
+        logits = distinct_logits(step, rows)
+        got = draw(logits, *chosen, using=kept)
+        wanted = draw(logits, *chosen)
+        assert got.tokens.tolist() == wanted.tokens.tolist() and got.logprobs == wanted.logprobs
+        for s in chosen:
+            s.append(step)
+            s.pending_samples = 1
+
+
+def test_plain_greedy_rows_share_their_inputs() -> None:
+    """The usual step builds nothing for its rows."""
+    seen: list[SampleInputs] = []
+
+    def watch(logits: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
+        seen.append(inputs)
+        return ops.sample(logits, inputs)
+
+    using = Sampler(watch, Ops(), "cpu", no_vocabulary)
+    rows = [sequence(seed=i, temperature=0.0) for i in range(4)]
+    for _ in range(3):
+        draw(distinct_logits(1, 4), *rows, using=using)
+    draw(
+        distinct_logits(1, 4),
+        *(sequence(seed=9 + i, temperature=0.0) for i in range(4)),
+        using=using,
+    )
+    assert all(inputs is seen[0] for inputs in seen) and seen[0].all_greedy
+    assert len(seen[0].temperature) == 4

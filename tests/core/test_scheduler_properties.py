@@ -13,27 +13,29 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scenarios import Abort, Arrival, Scenario, play, random_scenario
+from support import Rig
 
 _steps: list[int] = []
-_seen = {"preemptions": 0, "evictions": 0, "prefix_hit_tokens": 0, "copies": 0}
+_seen = {"preemptions": 0, "evictions": 0, "prefix_hit_tokens": 0, "prefix_waits": 0, "copies": 0}
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
+def scenarios(draw: st.DrawFn, crowd: bool = False) -> Scenario:
+    """crowd: they come at once, and many begin with what another is computing."""
     size = draw(st.sampled_from([1, 2, 4, 16]))
     longest = draw(st.sampled_from([8, 30, 100]))
     need = -(-longest // size)
-    count = draw(st.integers(1, 12))
+    count = draw(st.integers(4 if crowd else 1, 12))
     length = st.integers(1, longest)
     arrivals = []
     for _ in range(count):
         prompt = draw(length)
         arrivals.append(
             Arrival(
-                at=draw(st.integers(0, 30)),
+                at=draw(st.integers(0, 3 if crowd else 30)),
                 prompt_length=prompt,
-                shared=draw(st.sampled_from([0, prompt // 2, prompt])),
-                max_tokens=draw(st.one_of(st.none(), st.integers(0, 40))),
+                shared=draw(st.sampled_from([prompt] if crowd else [0, prompt // 2, prompt])),
+                max_tokens=draw(st.one_of(st.none(), st.integers(0, 4 if crowd else 40))),
                 n=draw(st.sampled_from([1, 1, 2, 4])),
                 priority=draw(st.integers(-1, 1)),
                 seed=draw(st.one_of(st.none(), st.integers(0, 9))),
@@ -43,43 +45,60 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             )
         )
     abort = st.builds(
-        Abort, st.integers(0, 50), st.integers(0, count - 1), st.sampled_from([None, 0, 1, 3])
+        Abort,
+        st.integers(0, 5 if crowd else 50),
+        st.integers(0, count - 1),
+        st.sampled_from([None, 0, 1, 3]),
+        st.booleans(),
     )
     return Scenario(
         blocks=1 + draw(st.integers(max(1, need // 2), 3 * need + 2)),
         block_size=size,
-        budget=draw(st.sampled_from([1, 2, 3, 8, 32, 200])),
-        max_num_seqs=draw(st.sampled_from([1, 2, 4, 16])),
+        budget=draw(st.sampled_from([8, 32, 200] if crowd else [1, 2, 3, 8, 32, 200])),
+        max_num_seqs=draw(st.sampled_from([4, 16] if crowd else [1, 2, 4, 16])),
         rows=draw(st.sampled_from([1, 8, 300])),
         chunk_multiple=draw(st.sampled_from([1, 4])),
         max_model_len=longest,
-        prefix_caching=draw(st.booleans()),
+        prefix_caching=crowd or draw(st.booleans()),
         arrivals=tuple(arrivals),
         aborts=tuple(draw(st.lists(abort, max_size=5))),
+        failures=tuple(draw(st.one_of(st.just([]), st.lists(st.integers(1, 30), max_size=3)))),
     )
 
 
-@settings(
+thorough = settings(
     max_examples=300,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@thorough
 @given(scenarios())
 def test_any_scenario(scenario: Scenario) -> None:
-    steps, r = play(scenario)
+    count(*play(scenario))
+
+
+@thorough
+@given(scenarios(crowd=True))
+def test_any_crowd_with_one_beginning(scenario: Scenario) -> None:
+    count(*play(scenario))
+
+
+def count(steps: int, r: Rig) -> None:
     _steps.append(steps)
     stats = r.scheduler.stats()
-    for name in ("preemptions", "evictions", "prefix_hit_tokens"):
+    for name in ("preemptions", "evictions", "prefix_hit_tokens", "prefix_waits"):
         _seen[name] += getattr(stats, name)
     _seen["copies"] += r.runner.copies
 
 
 def test_the_scenarios_were_many_and_hard() -> None:
-    """The property above is worth something only if what it is about did happen."""
+    """The properties above are worth something only if what they are about did happen."""
     if not _steps:
-        pytest.skip("counts what test_any_scenario did in the same run")
+        pytest.skip("counts what the tests above did in the same run")
     assert sum(_steps) >= 10_000
     assert all(count >= 200 for count in _seen.values()), _seen
 

@@ -117,19 +117,29 @@ def test_the_load_meter_knows_its_own_work() -> None:
     assert load is None or 0 <= load.others <= 1
 
 
-def test_throughput_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_throughput_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command on the real model: figures that fit together, parts of a step that add up, and
     the timers gone afterwards."""
-    from octavo.core import runner
+    from octavo.core.entry import wiring
     from octavo.core.entry.cli.main import main
 
-    build = vars(runner)["build_batch"]
+    engines: list[Any] = []
+    build = wiring.build_engine
+
+    def build_and_keep(*args: Any, **kwargs: Any) -> Any:
+        engines.append(build(*args, **kwargs))
+        return engines[-1]
+
+    monkeypatch.setattr(wiring, "build_engine", build_and_keep)
     path = tmp_path / "run.json"
     main(
         "bench throughput --workload uniform --num-requests 3 --profile --max-num-seqs 2 "
         f"--kv-memory 64M --json {path}".split()
     )
-    assert vars(runner)["build_batch"] is build
+    (engine,) = engines
+    assert "_build" not in vars(engine._runner) and "commit" not in vars(engine.scheduler)
     text = capsys.readouterr().out
     assert "480 prompt + 192 output tokens" in text
     record = json.loads(path.read_text())

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.core import runner as runner_module
 from octavo.core.engine import Engine
+from octavo.core.runner import Runner
 
 HOST_PARTS = ("schedule", "build batch", "sample", "commit", "detokenise")
 """The engine's own work, as opposed to the model's: the share of it is what is bounded."""
@@ -93,10 +93,9 @@ def profiled(engine: Engine, outputs: Any, profile: Profile) -> Iterator[None]:
         (engine.scheduler, "commit", timed("commit", engine.scheduler.commit)),
         (outputs, "process", timed("detokenise", outputs.process)),
     ]
-    if isinstance(runner, runner_module.Runner):
-        build = vars(runner_module)["build_batch"]
+    if isinstance(runner, Runner):
         replaced += [
-            (runner_module, "build_batch", timed("build batch", build)),
+            (runner, "_build", timed("build batch", runner._build)),
             (runner._backend, "prepare", timed("prepare", runner._backend.prepare)),
             (runner, "_forward", timed("forward", runner._forward)),
             (runner._sampler, "run", timed("sample", runner._sampler.run)),

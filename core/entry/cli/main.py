@@ -27,7 +27,7 @@ COMMANDS = {
     "plan": "does a model fit, and how much can run at once",
     "devices": "backends, and the devices they find",
     "models": "list, remove and export models kept on this machine",
-    "bench": "measure throughput, latency, serving, start-up and KV cache use",
+    "bench": "measure throughput, latency, serving, scheduling, start-up and KV cache use",
     "backend": "check a backend against the contract",
     "completion": "completion for bash, zsh and fish",
 }

@@ -30,6 +30,10 @@ PATIENCE = 0.5
 _GAUGES = {
     "running": ("num_requests_running", "Sequences in the running batch"),
     "waiting": ("num_requests_waiting", "Sequences that wait to be admitted"),
+    "waiting_for_prefix": (
+        "num_requests_waiting_for_prefix",
+        "Those of them that wait for a prefix which another sequence is computing",
+    ),
     "kv_blocks_total": ("kv_blocks", "KV blocks there are"),
     "kv_blocks_used": ("kv_blocks_allocated", "KV blocks that sequences hold"),
     "kv_blocks_cached": ("kv_blocks_cached", "Free KV blocks that keep a known prefix"),
@@ -43,6 +47,7 @@ _COUNTERS = {
     "evictions": ("kv_evictions", "Cached blocks that were taken for something else"),
     "prefix_query_tokens": ("prefix_cache_queries", "Prompt tokens looked up"),
     "prefix_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    "prefix_waits": ("prefix_cache_waits", "Waits for a prefix that another was computing"),
     "output_tokens": ("engine_generation_tokens", "Tokens drawn, those nobody got included"),
 }
 # A field of `RequestStats` -> the same.
