@@ -7,10 +7,11 @@ cpu` and the start-up banner say so.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.plugins import (
     Backend,
@@ -21,6 +22,7 @@ from octavo.plugins import (
     ModelShape,
     Ops,
     Probe,
+    Program,
 )
 
 if TYPE_CHECKING:
@@ -151,6 +153,23 @@ class CpuBackend(Backend):
             torch.set_num_threads(threads)
         if lib.available():
             lib.set_threads(threads)
+
+    def compile(self, program: Program, plan: ExecutionPlan, device: str) -> Callable[..., Any]:
+        """Keeps torch's own threads out of a step: what little torch does there is not worth a second
+        pool that spins on the cores of the first."""
+        import torch
+
+        def run(*args: Any) -> Any:
+            before = torch.get_num_threads()
+            if before == 1:
+                return program.fn(*args)
+            torch.set_num_threads(1)
+            try:
+                return program.fn(*args)
+            finally:
+                torch.set_num_threads(before)
+
+        return run if kernels().available() else program.fn
 
     def ops(self, device: str) -> Ops:
         if not kernels().available():

@@ -45,12 +45,13 @@ inline int with_kv_dtype(int dtype, F &&f) {
 
 constexpr int kRun = 16;  // tokens handled together when they are neighbours in one block
 
+// Head sizes are multiples of 8, so not always whole vectors.
 template <class C, class X>
-OCTAVO_INLINE void put(C *to, X x) {
-  from_float(to, to_float(x));
+OCTAVO_INLINE void convert_row(C *to, const X *from, int n) {
+  int i = 0;
+  for (; i + W <= n; i += W) store(to + i, load(from + i));
+  if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
 }
-OCTAVO_INLINE void put(bf16 *to, bf16 x) { *to = x; }
-OCTAVO_INLINE void put(f16 *to, f16 x) { *to = x; }
 
 // Codes of one head of one token, and their scale: |x| at its largest is 127 of it. A NaN or infinity
 // makes the scale NaN, so that it stays visible.
@@ -97,12 +98,14 @@ void write_run(const octavo_write_step &s, C *k_cache, C *v_cache, X *k, X *v,
                     int64_t(at) * s.head_size_v);
       }
     } else {
-      for (int i = 0; i < s.head_size; ++i)
-        for (int t = 0; t < run; ++t)
-          put(block_k + int64_t(i) * s.block_size + offset + t, from_k[t * s.k_row_stride + i]);
-      for (int t = 0; t < run; ++t)
-        for (int i = 0; i < s.head_size_v; ++i)
-          put(block_v + (offset + t) * s.head_size_v + i, from_v[t * s.v_row_stride + i]);
+      C row[256];
+      for (int t = 0; t < run; ++t) {
+        convert_row(row, from_k + t * s.k_row_stride, s.head_size);
+        C *to = block_k + offset + t;
+        for (int i = 0; i < s.head_size; ++i, to += s.block_size) *to = row[i];
+        convert_row(block_v + (offset + t) * s.head_size_v, from_v + t * s.v_row_stride,
+                    s.head_size_v);
+      }
     }
   }
 }
