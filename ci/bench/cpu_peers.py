@@ -39,7 +39,6 @@ from peers.works import WORKS, make_job
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when something was measured, 1 when nothing was, 2 for a mistake in what was asked."""
-    signal.signal(signal.SIGTERM, _leave)
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
@@ -195,4 +194,5 @@ def _report(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
     sys.exit(main())

@@ -21,7 +21,7 @@ from peers.job import Job
 from peers.processes import group, tail
 from peers.store import Result, Status
 
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS, _SHORT_LOOK_SECONDS = 2.0, 0.1
 
 
 def wait_idle(limit: float, look: Callable[[], float] | None = None) -> tuple[float, str | None]:
@@ -33,7 +33,7 @@ def wait_idle(limit: float, look: Callable[[], float] | None = None) -> tuple[fl
     Returns:
         seconds waited, and what still disturbs the machine, if anything does.
     """
-    look = look or _others_now
+    look = look or (lambda: _others_now(_LOOK_SECONDS if limit else _SHORT_LOOK_SECONDS))
     started = time.monotonic()
     while True:
         waited = time.monotonic() - started
@@ -46,9 +46,9 @@ def wait_idle(limit: float, look: Callable[[], float] | None = None) -> tuple[fl
             print(f"    waiting for an idle machine: others take {share:.0%}", flush=True)
 
 
-def _others_now() -> float:
+def _others_now(seconds: float) -> float:
     meter = LoadMeter()
-    time.sleep(_LOOK_SECONDS)
+    time.sleep(seconds)
     load = meter.read()
     if load is None:
         return max(0.0, os.getloadavg()[0] - BUSY_SHARE) / (os.cpu_count() or 1)

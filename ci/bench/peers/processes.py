@@ -29,7 +29,8 @@ def group(
             pipes: a grandchild that lives on would keep a pipe open and its reader waiting.
         environment: variables beside those of this process.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
+    for file in (out, log):
+        file.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as files:
         error = files.enter_context(log.open("wb"))
         output = error if out == log else files.enter_context(out.open("wb"))

@@ -192,16 +192,20 @@ def markdown(rows: Sequence[Row], works: Sequence[str], head: Mapping[str, Any])
                 ],
             ),
         ]
-    failures = [
-        f"- {row.engine}, {work}: {cell.failed}"
-        for row in rows
-        for work, cell in row.cells.items()
-        if cell.failed
-    ]
-    if failures:
+    if failures := _failures(rows):
         parts += ["## What failed", "\n".join(failures)]
     parts += ["## Engines", "\n".join(f"- {r.engine} {r.version}: {r.about}" for r in rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _failures(rows: Sequence[Row]) -> list[str]:
+    """A line for each engine and reason, with the works that it stopped."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for work, cell in row.cells.items():
+            if cell.failed:
+                found.setdefault((row.engine, cell.failed), []).append(work)
+    return [f"- {engine}, {', '.join(w)}: {reason}" for (engine, reason), w in found.items()]
 
 
 def _figures(rows: Sequence[Row], shown: Sequence[Work]) -> str:

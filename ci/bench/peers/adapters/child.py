@@ -51,8 +51,9 @@ def main(load: Load, batched: Measure | None = None) -> None:
             found = measure(load, job)
     except BaseException as error:  # SystemExit too: some libraries leave by it
         traceback.print_exc()
-        message = f"{type(error).__name__}: {error}".strip()
-        found = {"error": message, "refused": isinstance(error, Refused)}
+        refused = isinstance(error, Refused)
+        message = str(error) if refused else f"{type(error).__name__}: {error}"
+        found = {"error": message.strip(), "refused": refused}
     print(json.dumps(found), file=out, flush=True)
     # Some engines hang in their own clean-up; the result is out, and the parent ends the group.
     os._exit(1 if "error" in found else 0)
