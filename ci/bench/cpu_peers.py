@@ -24,6 +24,7 @@ import platformdirs
 
 from octavo.core.config import DEFAULT_MODEL, ConfigError, nearest
 from octavo.core.entry.bench.machine import describe, usable_cores
+from octavo.core.loading.errors import ModelError
 from octavo.core.loading.sources import resolve
 from octavo.core.loading.tokenizer import Tokenizer, load_tokenizer
 from peers import engines, plot, table
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
-    except ConfigError as error:
+    except (ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

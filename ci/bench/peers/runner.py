@@ -68,10 +68,10 @@ class Runner:
         for engine in engines:
             try:
                 prepared[engine.name] = engine.prepare(places)
-            except (PeerError, OSError, ValueError) as error:
-                print(f"{engine.name} cannot run: {error}", flush=True)
+            except Exception as error:  # whatever it is, the other engines go on
+                print(f"{engine.name} cannot run: {_told_error(error)}", flush=True)
                 self._unready += [
-                    Result(engine.name, _UNKNOWN, work, 1, "", "failed", str(error))
+                    Result(engine.name, _UNKNOWN, work, 1, "", "failed", _told_error(error))
                     for work in jobs
                     if work in engine.works
                 ]
@@ -143,6 +143,10 @@ def _plan(
                 if ready is not None and work in engine.works:
                     part = job.first(engine.first.get(work)).with_options(ready.options)
                     yield _Task(engine, ready, part, run)
+
+
+def _told_error(error: Exception) -> str:
+    return str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
 
 
 def _remaining(seconds: float, done: int, all_of_them: int) -> str:
