@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 import subprocess
 import sys
@@ -170,13 +171,14 @@ def _vllm() -> Engine:
         options = {
             "model": str(places.models.safetensors()),
             "arguments": {"dtype": "float32", "max_num_seqs": _AT_ONCE, "max_model_len": 2048},
+            "preload": list(found.preload),  # no argument, but part of what was measured
         }
         return _adapter(
             "vllm",
             found,
             options,
             # By itself it leaves one core unused.
-            VLLM_CPU_OMP_THREADS_BIND=f"0-{places.threads - 1}",
+            VLLM_CPU_OMP_THREADS_BIND=_cores(),
             VLLM_CPU_KVCACHE_SPACE=str(_KV_GIB),
             VLLM_NO_USAGE_STATS="1",
             LD_PRELOAD=":".join(found.preload),
@@ -184,6 +186,13 @@ def _vllm() -> Engine:
 
     about = "float32, every core bound, tcmalloc and Intel OpenMP preloaded where found"
     return Engine("vllm-cpu-f32", "vllm", about, _ALL, prepare)
+
+
+def _cores() -> str:
+    """The cores this process may use, as vLLM wants them listed."""
+    if not hasattr(os, "sched_getaffinity"):
+        return "auto"
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
 
 def _llamacpp(kind: str) -> Engine:
