@@ -25,6 +25,7 @@ _AT_ONCE, _BATCHED_TOKENS, _KV_GIB = 64, 512, 2
 _PAGES = _KV_GIB * 2**30 // (256 * 30 * 2 * 192 * 4)
 _LLAMA_KINDS = ("F32", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M")
 _ONE_AT_A_TIME_REQUESTS = 16
+_SOURCES = ("core", "backends", "plugins", "kernels", "pyproject.toml")
 BASELINE = "transformers-one"
 """Whose tokens are the reference in float32, and the slowest that a reader knows."""
 DEFAULT_VARIANTS = (
@@ -82,13 +83,17 @@ def _adapter(
 
 
 def octavo_version() -> str:
-    """The package's version and the checkout's commit; uncommitted changes are part of it too."""
+    """The package's version and the last commit of what it is built from, uncommitted changes too.
+
+    A commit to documents or tests leaves what was measured valid.
+    """
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    commit, changes = git("rev-parse", "--short=12", "HEAD"), git("diff", "HEAD")
+    commit = git("log", "-1", "--abbrev=12", "--format=%h", "--", *_SOURCES)
+    changes = git("diff", "HEAD", "--", *_SOURCES)
     parts = [commit, hashlib.sha256(changes.encode()).hexdigest()[:8] if changes else ""]
     local = ".".join(part for part in parts if part)
     return version("octavo") + (f"+{local}" if local else "")
