@@ -39,6 +39,7 @@ TALKS = (
     "export PYTHONPATH=tests/fakes",
     "NULL_ENGINE_",
     "python tests/fakes/load.py",
+    "python ci/bench/cpu_peers.py",  # installs gigabytes; tests/test_cpu_peers.py has its parts
 )
 QUICK = ("octavo devices", "octavo models", "octavo serve --help")
 
