@@ -139,7 +139,7 @@ def _measure(
             options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
         except OSError as error:
             raise CommandFailed(f"{options.json} cannot be written: {error}") from error
-    if comparison is not None and engine.info.dtype == "float32":
+    if comparison is not None and engine.info.numbers == "float32":
         _check_tokens(comparison)
 
 

@@ -103,6 +103,10 @@ OCTAVO_API int64_t octavo_weight_bytes(const octavo_weight *w);
  * quantised here: per row, and per row and group. */
 OCTAVO_API int octavo_pack_weight(const octavo_weight *w, const void *const *parts,
                                   const int64_t *part_rows, int dtype);
+/* Fills w->data from given codes [n, k]. int8: int8 codes, float32 scales [n]. int4: a code a byte,
+ * float16 scales and minima [n, k / group]. Value = code * scale + minimum. */
+OCTAVO_API int octavo_pack_codes(const octavo_weight *w, const void *codes, const void *scales,
+                                 const void *minima);
 /* out[i] = row rows[i] of w as float32 [count, k]: an embedding's lookup. */
 OCTAVO_API int octavo_unpack_rows(const octavo_weight *w, float *out, const int64_t *rows,
                                   int64_t count);
