@@ -60,7 +60,7 @@ class QuantizedTensor:
 class Form:
     """How a quantised matrix is kept, with the portable torch body of all that is done with it.
 
-    Products quantise activations by token, to symmetric 8-bit codes.
+    Products quantise activations by token and group of inputs, to symmetric 8-bit codes.
     """
 
     name: ClassVar[str]
@@ -91,33 +91,44 @@ class Form:
         """x [T, K] -> [T, N] in x's dtype: 8-bit activations times weight, summed in float64."""
         import torch
 
-        codes, scales = quantize_rows(x)
-        wide = codes.double()
+        wide = rounded_rows(x, self.shared(weight))
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
         for start in range(0, weight.shape[0], ROWS_AT_ONCE):
             ids = torch.arange(start, min(start + ROWS_AT_ONCE, weight.shape[0]), device=x.device)
             values = self.dequantize(weight.rows(ids)).double()
-            out[:, start : start + len(ids)] = (wide @ values.T) * scales.double()
+            out[:, start : start + len(ids)] = wide @ values.T
         return out.to(x.dtype)
 
+    def shared(self, weight: QuantizedTensor) -> int:
+        """Activations of a token that share a scale."""
+        return weight.group
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K] -> codes [T, K] float32, whole numbers in [-127, 127], and scales [T, 1] float32.
 
-    scale = max |x| / 127, rounding to nearest even. A row with a NaN or an infinity gets codes of 0
-    and a NaN scale, so that its products are NaN; one too small for a scale gets zeros.
+def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] -> codes [T, G, group] float32, whole numbers in [-127, 127], and scales [T, G, 1].
+
+    A last group that K does not fill is padded with zeros. scale = max |x| / 127, rounding to nearest
+    even. A group with a NaN or an infinity gets codes of 0 and a NaN scale, so that its products are
+    NaN; one too small for a scale gets zeros.
     """
     import torch
 
-    wide = x.float()
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group))
+    wide = padded.view(x.shape[0], -1, group)
     good = wide.isfinite().all(-1, keepdim=True)
-    most = torch.where(good, wide, 0.0).abs().amax(-1, keepdim=True)
+    wide = torch.where(good, wide, 0.0)
+    most = wide.abs().amax(-1, keepdim=True)
     inverse = 127.0 / most
-    usable = good & inverse.isfinite()
-    inverse = torch.where(usable, inverse, 0.0)
-    codes = torch.round(torch.where(good, wide, 0.0) * inverse)
+    usable = inverse.isfinite()
+    codes = torch.round(wide * torch.where(usable, inverse, 0.0))
     scales = torch.where(usable, most / 127.0, 0.0)
     return codes, torch.where(good, scales, float("nan"))
+
+
+def rounded_rows(x: torch.Tensor, group: int) -> torch.Tensor:
+    """What a product with quantised weights sees of x [T, K]: its codes' values, in float64."""
+    codes, scales = quantize_rows(x, group)
+    return (codes.double() * scales.double()).flatten(1)[:, : x.shape[1]]
 
 
 class Tensors(Protocol):

@@ -135,8 +135,8 @@ class PackedWeight:
 def linear(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> None:
     """out float32 [T, n] = x float32 [T, k] · weightᵀ + bias float32 [n].
 
-    A row's bits do not depend on the other rows. Integer weights quantise x per row (symmetric, to
-    [-127, 127]) and add up exactly.
+    A row's bits do not depend on the other rows. Integer weights quantise x to symmetric codes in
+    [-127, 127], by row and 64 inputs (int8) or the weight's group (int4), and add these up exactly.
     """
     status = lib.linear(
         weight.address,

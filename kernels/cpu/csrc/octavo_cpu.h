@@ -89,7 +89,7 @@ OCTAVO_API int octavo_act_and_mul(void *out, const void *gate_up, int64_t rows, 
                                   int dtype);
 
 /* --- matrix products with packed weights --- */
-#define OCTAVO_INT8_MAX_K 65536 /* 255 * 127 * k has to fit an int32 */
+#define OCTAVO_INT8_MAX_K 65536 /* up to here also sums of extreme codes are exact in float32 */
 typedef struct {
   const void *data; /* packed, 64-byte aligned: see linear.h; its layout belongs to the variant in use */
   int64_t n, k;     /* outputs, inputs */
@@ -110,7 +110,8 @@ OCTAVO_API int octavo_pack_codes(const octavo_weight *w, const void *codes, cons
 /* out[i] = row rows[i] of w as float32 [count, k]: an embedding's lookup. */
 OCTAVO_API int octavo_unpack_rows(const octavo_weight *w, float *out, const int64_t *rows,
                                   int64_t count);
-/* out [rows, n] = x [rows, k] * w^T + bias (or NULL), all float32. Integer weights quantise x by row. */
+/* out [rows, n] = x [rows, k] * w^T + bias (or NULL), all float32. Integer weights quantise x
+ * by row, to a scale for 64 inputs (int8) or for the weight's group (int4). */
 OCTAVO_API int octavo_linear(const octavo_weight *w, float *out, int64_t out_row_stride,
                              const float *x, int64_t x_row_stride, int64_t rows,
                              const float *bias);
