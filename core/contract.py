@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from octavo.core import ops as portable
+    from octavo.core.quantization.base import QuantizedTensor
+
 else:
 
     class _Portable:
@@ -75,7 +77,7 @@ class Capabilities:
     shapes: Literal["dynamic", "bucketed", "static"] = "dynamic"
     graph_capture: bool = False
     swap: bool = False
-    quantization: tuple[str, ...] = ()
+    quantization: tuple[str, ...] = ()  # canonical forms that `pack_weight` and `linear` take
     collectives: tuple[str, ...] = ()
     seeded_sampling: bool = True  # the device draws from (seed, output index, vocabulary id)
     batch_invariant: bool = False  # can give a row the same bits alone and in any batch
@@ -175,10 +177,11 @@ class WeightSpec:
     stacked along the output dimension; each has its own shape."""
 
     name: str
-    role: Literal["linear", "embedding", "norm", "bias"]
+    role: Literal["linear", "head", "embedding", "norm", "bias"]
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     shard_axis: int | None = None  # logical axis that tensor parallelism may cut
-    scheme: str | None = None  # quantisation
+    scheme: str | None = None  # canonical form of `octavo.core.quantization`; None: a float dtype
+    group: int = 0  # inputs that share a scale in that form; 0: all of a row
     alias: str | None = None  # the weight this one is tied to
     gated: bool = False  # two equal parts, gate rows and up rows, that only `act_and_mul` reads
 
@@ -352,10 +355,18 @@ class Ops:
     # The rest of the layer.
 
     def pack_weight(
-        self, parts: Mapping[str, torch.Tensor], spec: WeightSpec, dtype: str
+        self, parts: Mapping[str, torch.Tensor | QuantizedTensor], spec: WeightSpec, dtype: str
     ) -> PackedWeight:
-        """Lays a weight out once, at load. `parts` are the checkpoint's tensors in `spec`'s order."""
+        """Lays a weight out once, at load. `parts` are the checkpoint's tensors by `spec`'s names.
+
+        With `spec.scheme`, which the device must offer (`Capabilities.quantization`), they are float
+        numbers to quantise, or all of them codes of that form and group (`QuantizedTensor`).
+        """
         return portable.pack_weight(self.device, parts, spec, dtype)
+
+    def weight_bytes(self, spec: WeightSpec, dtype: str) -> int:
+        """Bytes that `pack_weight` makes of such a weight; asked before it is read, too."""
+        return portable.weight_bytes(spec, dtype)
 
     def tied_weight(self, packed: PackedWeight, spec: WeightSpec) -> PackedWeight:
         """The weight `spec` (a head) made from the packed weight it is tied to (an embedding)."""

@@ -40,6 +40,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_reason: str
     backend: str
     dtype: str
+    quantization: str | None = None
     kv_dtype: str
     block_size: int
     num_kv_blocks: int
@@ -51,6 +52,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     phases: Mapping[str, float] = {}
     notes: tuple[str, ...] = ()
     capabilities: Mapping[str, Any] = {}
+
+    @property
+    def numbers(self) -> str:
+        """The weights' numbers in words: the dtype, and the scheme in front of it if there is one."""
+        return f"{self.quantization} over {self.dtype}" if self.quantization else self.dtype
 
 
 class StepRunner(Protocol):

@@ -6,6 +6,7 @@ layer is a pair of tensors [blocks, block, heads, head size]; arithmetic is floa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from octavo.core.contract import KVSpec, SampleInputs, StepOut, WeightSpec
+from octavo.core.quantization import form
+from octavo.core.quantization.base import QuantizedTensor
 from octavo.core.types import Batch
 
 DTYPES = {
@@ -25,6 +28,7 @@ DTYPES = {
 }
 
 KVPair = tuple[torch.Tensor, torch.Tensor]
+Weight = torch.Tensor | QuantizedTensor
 
 
 @dataclass(slots=True)
@@ -171,24 +175,53 @@ def paged_attention(
 # --------------------------------------------------------------------------- the rest of a layer
 
 
-def pack_weight(
-    device: str, parts: Mapping[str, torch.Tensor], spec: WeightSpec, dtype: str
-) -> torch.Tensor:
+def pack_weight(device: str, parts: Mapping[str, Weight], spec: WeightSpec, dtype: str) -> Weight:
+    stacked = [parts[name] for name, _ in spec.parts]
+    if spec.scheme is not None:
+        kind = form(spec.scheme)
+        return concatenated(
+            [
+                part if isinstance(part, QuantizedTensor) else kind.quantize(part, spec.group)
+                for part in stacked
+            ]
+        ).to(device, DTYPES[dtype])
+    floats = [part for part in stacked if not isinstance(part, QuantizedTensor)]
+    assert len(floats) == len(stacked), f"codes for {spec.name}, which has no form"
     # Always a copy: the parts may be views of a file that is closed after loading.
-    if len(spec.parts) == 1:
-        return (
-            parts[spec.parts[0][0]].to(device=device, dtype=DTYPES[dtype], copy=True).contiguous()
-        )
-    return torch.cat([parts[name].to(device=device, dtype=DTYPES[dtype]) for name, _ in spec.parts])
+    if len(floats) == 1:
+        return floats[0].to(device=device, dtype=DTYPES[dtype], copy=True).contiguous()
+    return torch.cat([part.to(device=device, dtype=DTYPES[dtype]) for part in floats])
 
 
-def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def concatenated(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Matrices of one form and group, stacked; a copy."""
+    first = parts[0]
+    minima = None if first.minima is None else torch.cat([p.minima for p in parts])  # type: ignore[misc]
+    return QuantizedTensor(
+        first.form,
+        torch.cat([p.codes for p in parts]),
+        torch.cat([p.scales for p in parts]),
+        minima,
+        first.group,
+        first.dtype,
+    )
+
+
+def weight_bytes(spec: WeightSpec, dtype: str) -> int:
+    if spec.scheme is not None:
+        return form(spec.scheme).nbytes(spec.shape, spec.group)
+    return math.prod(spec.shape) * DTYPES[dtype].itemsize
+
+
+def embedding(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+    if isinstance(weight, QuantizedTensor):
+        return form(weight.form).dequantize(weight.rows(ids)).to(weight.dtype)
     return weight.index_select(0, ids)
 
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     *,
     bias: torch.Tensor | None,
     reduce: str | None,
@@ -196,6 +229,9 @@ def linear(
 ) -> torch.Tensor:
     if lora is not None:
         raise ValueError("this backend's linear op has no LoRA")
+    if isinstance(weight, QuantizedTensor):
+        out = form(weight.form).linear(x, weight)
+        return out if bias is None else out + bias
     return F.linear(x, weight, bias)
 
 

@@ -25,6 +25,7 @@ from octavo.core.contract import (
     StepOut,
     WeightSpec,
 )
+from octavo.core.quantization.base import Form, QuantizedTensor, Scheme
 from octavo.core.types import Batch
 from octavo.plugins.hookspecs import hookimpl, hookspec
 
@@ -36,6 +37,7 @@ __all__ = [
     "Communicator",
     "Ctx",
     "ExecutionPlan",
+    "Form",
     "Handle",
     "Inputs",
     "KVSpec",
@@ -48,7 +50,9 @@ __all__ = [
     "PackedWeight",
     "Probe",
     "Program",
+    "QuantizedTensor",
     "SampleInputs",
+    "Scheme",
     "StepOut",
     "WeightSpec",
     "hookimpl",

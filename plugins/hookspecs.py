@@ -32,6 +32,12 @@ def octavo_models() -> Mapping[str, str]:  # type: ignore[empty-body]
     """Model classes by Hugging Face architecture name, as "module:class"; imported when needed."""
 
 
+@hookspec
+def octavo_quantization_schemes() -> Mapping[str, str]:  # type: ignore[empty-body]
+    """Quantisation schemes by name (of `--quantization`, or a checkpoint's `quant_method`), as
+    "module:class" of a `octavo.core.quantization.base.Scheme`; imported when needed."""
+
+
 @hookspec(firstresult=True)
 def octavo_model_source(model: str, revision: str | None, cache_dir: Path) -> ModelFiles | None:
     """Turns MODEL into local files, or returns None when it is not this plug-in's to find."""

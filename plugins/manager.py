@@ -167,14 +167,21 @@ class Plugins:
 
     def models(self) -> dict[str, str]:
         """Architectures that plug-ins add, as "module:class"."""
+        return self._classes("octavo_models")
+
+    def quantization_schemes(self) -> dict[str, str]:
+        """Quantisation schemes that plug-ins add, as "module:class"."""
+        return self._classes("octavo_quantization_schemes")
+
+    def _classes(self, hook: str) -> dict[str, str]:
         found: dict[str, str] = {}
-        for implementation in self._manager.hook.octavo_models.get_hookimpls():
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             try:
                 answer: Any = implementation.function()
                 found.update(answer)
             except Exception as error:
                 problem = Problem(
-                    implementation.plugin_name, f"octavo_models: {type(error).__name__}: {error}"
+                    implementation.plugin_name, f"{hook}: {type(error).__name__}: {error}"
                 )
                 if problem not in self.problems:
                     self.problems.append(problem)

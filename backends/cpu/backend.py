@@ -47,6 +47,7 @@ KERNEL_OPS = (
 """Ops that the C++ library runs."""
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATION = ("int8", "int4")
 
 
 def kernels() -> ModuleType:
@@ -113,6 +114,7 @@ class CpuBackend(Backend):
                 native_dtypes=native_dtypes(),
                 kv_dtypes=DTYPES,
                 swap=True,
+                quantization=QUANTIZATION,
                 ops={"every op": "portable torch"},
                 notes={
                     "kernels": f"not compiled: {lib.why_unavailable()}; install with a C++ compiler for speed"
@@ -126,7 +128,7 @@ class CpuBackend(Backend):
             head_sizes=(lib.HEAD_MULTIPLE, 256, lib.HEAD_MULTIPLE),
             swap=True,
             batch_invariant=True,
-            quantization=("int8", "int4"),
+            quantization=QUANTIZATION,
             ops=dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}"),
             notes={
                 "kernels": f"{lib.isa()} of {', '.join(lib.isas())}",

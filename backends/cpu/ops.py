@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from octavo.core.ops import DTYPES, TorchInputs
+from octavo.core.ops import DTYPES, TorchInputs, concatenated
+from octavo.core.quantization.base import QuantizedTensor
 from octavo.kernels import cpu as lib
 from octavo.plugins import Ctx, KVSpec, LayerSpec, Ops, SampleInputs, WeightSpec
 
@@ -64,8 +65,10 @@ def _steps(meta: TorchInputs) -> dict[Any, Any]:
     return steps
 
 
-FLOAT_FORMATS = ("float32", "float16", "bfloat16")
-QUANTIZED_FORMATS = ("int8", "int4")
+def _unpacked(spec: WeightSpec, dtype: str) -> lib.PackedWeight:
+    n, k = spec.shape
+    return lib.PackedWeight(n, k, spec.scheme or dtype, group=spec.group or k, gated=spec.gated)
+
 
 COVERED = (
     "linear",
@@ -136,14 +139,22 @@ class CpuOps(Ops):
         return _BoundLayer(spec, handle, weights, layer)
 
     def pack_weight(
-        self, parts: Mapping[str, torch.Tensor], spec: WeightSpec, dtype: str
+        self, parts: Mapping[str, torch.Tensor | QuantizedTensor], spec: WeightSpec, dtype: str
     ) -> torch.Tensor | lib.PackedWeight:
         if spec.role in ("norm", "bias"):
             small: torch.Tensor = super().pack_weight(parts, spec, "float32")
             return small
-        n, k = spec.shape
-        weight = lib.PackedWeight(n, k, spec.scheme or dtype, gated=spec.gated)
-        return weight.pack([parts[name] for name, _ in spec.parts])
+        stacked = [parts[name] for name, _ in spec.parts]
+        codes = [part for part in stacked if isinstance(part, QuantizedTensor)]
+        if not codes:
+            return _unpacked(spec, dtype).pack([p for p in stacked if isinstance(p, torch.Tensor)])
+        whole = codes[0] if len(codes) == 1 else concatenated(codes)
+        return _unpacked(spec, dtype).pack_codes(whole.codes, whole.scales, whole.minima)
+
+    def weight_bytes(self, spec: WeightSpec, dtype: str) -> int:
+        if spec.role in ("norm", "bias"):
+            return super().weight_bytes(spec, "float32")
+        return _unpacked(spec, dtype).nbytes
 
     def embedding(self, ids: torch.Tensor, weight: lib.PackedWeight) -> torch.Tensor:
         out = torch.empty(ids.shape[0], weight.k)

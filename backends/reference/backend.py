@@ -30,6 +30,7 @@ class ReferenceBackend(Backend):
         return Capabilities(
             dtypes=dtypes,
             kv_dtypes=dtypes,
+            quantization=("int8", "int4"),
             swap=True,
             ops={"every op": "portable torch"},
         )

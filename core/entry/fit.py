@@ -7,12 +7,13 @@ the memory that is free now less what the weights will take.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry import wiring
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.progress import Progress
+from octavo.core.quantization import SCHEMES, Placement, place, scheme_class
 
 if TYPE_CHECKING:
     from octavo.core.contract import Ops
@@ -33,6 +34,7 @@ class Fit:
     architecture: str
     parameters: int
     dtype: str
+    quantization: str | None
     device: str
     device_reason: str
     memory_total: int
@@ -76,10 +78,11 @@ def fit(
     made = wiring.design(config, files, resolved, phases)
     ops = resolved.backend.ops(resolved.device)
     model = wiring.make_model(made, files, ops)
-    _check_header(model, files, phases)
+    placed = wiring.place_weights(made, model, phases)
+    _check_header(model, placed, files, phases)
     measured = resolved.backend.memory(resolved.device)
     total, free = (memory, memory) if memory is not None else (measured.total, measured.free)
-    weights, lane = wiring.weight_bytes(model, made.dtype), made.plan.lanes[0]
+    weights, lane = wiring.weight_bytes(placed, ops, made.dtype), made.plan.lanes[0]
     block = wiring.kv_block_bytes(made, ops)
     base = Fit(
         fits=True,
@@ -88,6 +91,7 @@ def fit(
         architecture=made.model_class.__name__,
         parameters=made.shape.num_parameters,
         dtype=made.dtype,
+        quantization=made.scheme.name if made.scheme else None,
         device=resolved.device,
         device_reason=resolved.reason,
         memory_total=total,
@@ -102,7 +106,7 @@ def fit(
     )
     if weights >= free:
         problem = f"the weights take {weights:,} bytes, {free:,} are free on {resolved.device}"
-        advice = (*_smaller_weights(config, made, model, free), "use a smaller model")
+        advice = (*_smaller_weights(made, model, ops, weights, free), "use a smaller model")
         return replace(base, fits=False, problem=problem, advice=advice, notes=tuple(phases.notes))
     try:
         return _with_cache(base, config, made, ops, phases, typical_len)
@@ -110,7 +114,9 @@ def fit(
         return replace(base, fits=False, problem=str(error), notes=tuple(phases.notes))
 
 
-def _check_header(model: Model, files: ModelFiles, phases: wiring.Phases) -> None:
+def _check_header(
+    model: Model, placed: Placement, files: ModelFiles, phases: wiring.Phases
+) -> None:
     if files.kind == "folder" and not any(files.path.glob("*.safetensors")):
         phases.notes.append("the weights are not here yet: their names and shapes are unchecked")
         return
@@ -118,7 +124,7 @@ def _check_header(model: Model, files: ModelFiles, phases: wiring.Phases) -> Non
 
     source = open_weights(files)
     try:
-        wiring.check_weights(model, source)
+        wiring.check_weights(model, placed, source)
     finally:
         source.close()
 
@@ -201,11 +207,29 @@ def _limit(
 
 
 def _smaller_weights(
-    config: EngineConfig, made: wiring.Design, model: Any, free: int
+    made: wiring.Design, model: Model, ops: Ops, weights: int, free: int
 ) -> tuple[str, ...]:
+    """Dtypes and schemes that the device offers and that make the weights smaller, up to the first
+    with which they fit."""
     capabilities = made.resolved.backend.capabilities(made.resolved.device)
-    if made.dtype != "float32" or "bfloat16" not in capabilities.dtypes:
-        return ()
-    half = wiring.weight_bytes(model, "bfloat16")
-    enough = "" if half < free else ", which is still too much"
-    return (f"--dtype bfloat16 makes the weights {half:,} bytes{enough}",)
+    specs = list(model.specs())
+    tried = []
+    if made.scheme is None:
+        if made.dtype == "float32" and "bfloat16" in capabilities.dtypes:
+            placed = place(specs, None, capabilities.quantization)
+            tried.append(("--dtype bfloat16", placed, "bfloat16"))
+        for name in SCHEMES:
+            if name in capabilities.quantization:
+                scheme = scheme_class(name).from_weights()
+                placed = place(specs, scheme, capabilities.quantization)
+                tried.append((f"--quantization {name}", placed, made.dtype))
+    advice = []
+    for option, placed, dtype in tried:
+        size = wiring.weight_bytes(placed, ops, dtype)
+        if size >= weights:
+            continue
+        enough = "" if size < free else ", which is still too much"
+        advice.append(f"{option} makes the weights {size:,} bytes{enough}")
+        if size < free:
+            break
+    return tuple(advice)

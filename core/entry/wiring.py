@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -17,15 +16,18 @@ from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.engine import Engine, ModelInfo
+from octavo.core.entry.numbers import choose_numbers
 from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.progress import Progress, SilentProgress
 from octavo.core.models.base import ARCHITECTURES, Model, model_class
+from octavo.core.quantization import SCHEMES, Placement, place
 from octavo.core.scheduler import Scheduler
 from octavo.plugins.manager import Resolved, plugins
 
 if TYPE_CHECKING:
     from octavo.core.loading.weights import WeightSource
+    from octavo.core.quantization.base import Scheme
 
 DEFAULT_KV_BYTES = 4 << 30
 DEFAULT_KV_FRACTION = 0.5
@@ -110,8 +112,11 @@ def build_engine(
         backend.start(device, limits)
         ops = backend.ops(device)
         model = make_model(made, files, ops)
+        placed = place_weights(made, model, phases)
     with phases("load weights"):
-        weights = _load_weights(model, files, ops, made.dtype, limits.max_model_len, progress)
+        weights = _load_weights(
+            model, placed, files, ops, made.dtype, limits.max_model_len, progress
+        )
     with phases("allocate KV cache"):
         free = backend.memory(device).free  # what the loaded weights have left
         num_blocks, block_bytes = size_kv(config, made, ops, free)
@@ -154,11 +159,12 @@ def build_engine(
         device_reason=resolved.reason,
         backend=backend.name,
         dtype=made.dtype,
+        quantization=made.scheme.name if made.scheme else None,
         kv_dtype=plan.kv_dtype,
         block_size=plan.block_size,
         num_kv_blocks=num_blocks,
         kv_bytes=num_blocks * block_bytes,
-        weight_bytes=weight_bytes(model, made.dtype),
+        weight_bytes=weight_bytes(placed, ops, made.dtype),
         max_num_seqs=scheduler.limits.max_num_seqs,
         max_num_batched_tokens=lane.max_tokens,
         max_logprobs=config.max_logprobs,
@@ -179,6 +185,7 @@ class Design:
     model_config: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
     dtype: str
+    scheme: Scheme | None
     shape: ModelShape
     limits: Limits
     plan: ExecutionPlan
@@ -193,7 +200,15 @@ def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: 
     backend, device = resolved.backend, resolved.device
     model_config, eos = _read_config(files)
     cls = model_class(model_config, {**ARCHITECTURES, **plugins().models()})
-    dtype, kv_dtype = _dtypes(config, model_config, backend, device, phases)
+    numbers = choose_numbers(
+        config,
+        model_config,
+        backend.capabilities(device),
+        device,
+        {**SCHEMES, **plugins().quantization_schemes()},
+    )
+    phases.notes.extend(numbers.notes)
+    dtype, kv_dtype = numbers.dtype, numbers.kv_dtype
     with _reading_config(files):
         shape = cls.shape(model_config, kv_dtype)
         if shape.max_position < 1 or shape.num_layers < 1:
@@ -205,19 +220,13 @@ def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: 
         eos = tuple(token for token in eos if token not in beyond)
     limits = _limits(config, shape, dtype, kv_dtype, phases)
     plan = _validated(backend.plan(shape, device, limits), shape, backend, device, config)
-    return Design(resolved, cls, model_config, eos, dtype, shape, limits, plan)
+    return Design(resolved, cls, model_config, eos, dtype, numbers.scheme, shape, limits, plan)
 
 
 def _read_config(files: ModelFiles) -> tuple[dict[str, Any], tuple[int, ...]]:
-    from octavo.core.loading.hf_config import (
-        eos_token_ids,
-        load_config,
-        load_generation_config,
-        refuse_quantized,
-    )
+    from octavo.core.loading.hf_config import eos_token_ids, load_config, load_generation_config
 
     config = load_config(files)
-    refuse_quantized(config)
     with _reading_config(files):
         return config, eos_token_ids(config, load_generation_config(files))
 
@@ -243,33 +252,12 @@ def _reading_config(files: ModelFiles) -> Iterator[None]:
         ) from error
 
 
-def _dtypes(
-    config: EngineConfig,
-    model_config: Mapping[str, Any],
-    backend: Backend,
-    device: str,
-    phases: Phases,
-) -> tuple[str, str]:
-    capabilities = backend.capabilities(device)
-    dtype = config.dtype
-    if dtype == "auto":
-        stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
-        stored = stored.removeprefix("torch.")
-        dtype = stored if stored in capabilities.native_dtypes else "float32"
-        if dtype != stored:
-            phases.notes.append(
-                f"dtype float32: the checkpoint's {stored} is not native to {device}"
-            )
-    if dtype not in capabilities.dtypes:
-        raise ConfigError(
-            f"--dtype {dtype} is not offered by {device}; it has {', '.join(capabilities.dtypes)}"
-        )
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    if kv_dtype not in capabilities.kv_dtypes:
-        raise ConfigError(
-            f"--kv-cache-dtype {kv_dtype} is not offered by {device}; it has {', '.join(capabilities.kv_dtypes)}"
-        )
-    return dtype, kv_dtype
+def place_weights(made: Design, model: Model, phases: Phases) -> Placement:
+    """The form of each of the model's weights on the device."""
+    offered = made.resolved.backend.capabilities(made.resolved.device).quantization
+    placed = place(model.specs(), made.scheme, offered)
+    phases.notes.extend(placed.notes)
+    return placed
 
 
 def _limits(
@@ -336,15 +324,22 @@ def _validated(
 
 
 def _load_weights(
-    model: Model, files: ModelFiles, ops: Ops, dtype: str, max_positions: int, progress: Progress
+    model: Model,
+    placed: Placement,
+    files: ModelFiles,
+    ops: Ops,
+    dtype: str,
+    max_positions: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     from octavo.core.loading.weights import open_weights
 
     source = open_weights(files)
     try:
-        specs = list(model.specs())
-        check_weights(model, source)
-        task = progress.task("loading weights", len(specs))
+        specs = placed.specs
+        check_weights(model, placed, source)
+        work = f"loading weights as {placed.scheme.name}" if placed.scheme else "loading weights"
+        task = progress.task(work, len(specs))
         weights: dict[str, Any] = {}
         packed: dict[str, Any] = {}
         for spec in specs:
@@ -353,7 +348,7 @@ def _load_weights(
             ):  # tied: one tensor for both, unless the backend lays them apart
                 weights[spec.name] = ops.tied_weight(packed[spec.alias], spec)
             else:
-                parts = {name: source.get(name) for name, _ in spec.parts}
+                parts = placed.read(spec, source)
                 weights[spec.name] = packed[spec.name] = ops.pack_weight(parts, spec, dtype)
             task.advance(1)
         task.close()
@@ -364,15 +359,14 @@ def _load_weights(
     return weights
 
 
-def weight_bytes(model: Model, dtype: str) -> int:
+def weight_bytes(placed: Placement, ops: Ops, dtype: str) -> int:
     """Bytes of a model's weights on a device; a tied one counts once."""
-    specs = list(model.specs())
-    names = {spec.name for spec in specs}
-    elements = sum(math.prod(spec.shape) for spec in specs if spec.alias not in names)
-    return elements * {"float32": 4}.get(dtype, 2)
+    names = {spec.name for spec in placed.specs}
+    own = (spec for spec in placed.specs if spec.alias not in names)
+    return sum(ops.weight_bytes(spec, dtype) for spec in own)
 
 
-def check_weights(model: Model, source: WeightSource) -> None:
+def check_weights(model: Model, placed: Placement, source: WeightSource) -> None:
     """Refuses a checkpoint whose tensors are not the model's, by names and shapes alone.
 
     Raises:
@@ -380,7 +374,7 @@ def check_weights(model: Model, source: WeightSource) -> None:
     """
     from octavo.core.loading.weights import check_names
 
-    expected = {name: shape for spec in model.specs() for name, shape in spec.parts}
+    expected = placed.expected()
     check_names(expected, source.names(), ignore=_ignorable(model, source, expected))
 
 

@@ -117,7 +117,7 @@ class Head(Module):
         self.weight = f"{name}.weight"
         part = (embedding.weight if tied else self.weight, (vocab_size, hidden))
         self._spec = WeightSpec(
-            self.weight, "linear", (part,), shard_axis=0, alias=embedding.weight if tied else None
+            self.weight, "head", (part,), shard_axis=0, alias=embedding.weight if tied else None
         )
 
     def own_specs(self) -> list[WeightSpec]:

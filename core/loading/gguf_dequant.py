@@ -57,28 +57,28 @@ def _rows(shape: tuple[int, ...]) -> int:
     return rows
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The float16 at byte ``at`` of each block, as float32 [blocks, 1]."""
     import torch
 
     return blocks[:, at : at + 2].contiguous().view(torch.float16).to(torch.float32)
 
 
-def _nibbles(packed: torch.Tensor, out: torch.Tensor) -> None:
-    """packed [blocks, groups * n] -> out [blocks, groups, 2, n]: low halves, then high ones."""
+def nibbles(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """packed uint8 [blocks, groups * n] -> out [blocks, groups, 2, n]: low halves, then high ones."""
     parts = packed.view(out.shape[0], out.shape[1], out.shape[3])
     out[:, :, 0] = parts & 0x0F
     out[:, :, 1] = parts >> 4
 
 
 def _q4_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    _nibbles(blocks[:, 2:].contiguous(), out.view(-1, 1, 2, 16))
-    out.sub_(8).mul_(_half(blocks, 0))
+    nibbles(blocks[:, 2:].contiguous(), out.view(-1, 1, 2, 16))
+    out.sub_(8).mul_(half(blocks, 0))
 
 
 def _q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    _nibbles(blocks[:, 4:].contiguous(), out.view(-1, 1, 2, 16))
-    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    nibbles(blocks[:, 4:].contiguous(), out.view(-1, 1, 2, 16))
+    out.mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -91,44 +91,44 @@ def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    _nibbles(blocks[:, 6:].contiguous(), out.view(-1, 1, 2, 16))
-    out.add_(_fifth_bits(blocks, 2)).sub_(16).mul_(_half(blocks, 0))
+    nibbles(blocks[:, 6:].contiguous(), out.view(-1, 1, 2, 16))
+    out.add_(_fifth_bits(blocks, 2)).sub_(16).mul_(half(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    _nibbles(blocks[:, 8:].contiguous(), out.view(-1, 1, 2, 16))
-    out.add_(_fifth_bits(blocks, 4)).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    nibbles(blocks[:, 8:].contiguous(), out.view(-1, 1, 2, 16))
+    out.add_(_fifth_bits(blocks, 4)).mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
     import torch
 
-    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_half(blocks, 0))
+    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(half(blocks, 0))
 
 
-def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A K block's eight scales and eight offsets, times d and dmin: float32 [blocks, 8, 1] each."""
     import torch
 
     d, m, both = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
     scale = torch.cat([d & 0x3F, (both & 0x0F) | ((d >> 2) & 0x30)], dim=1)
     offset = torch.cat([m & 0x3F, (both >> 4) | ((m >> 2) & 0x30)], dim=1)
-    scales = _half(blocks, 0) * scale.to(torch.float32)
-    offsets = _half(blocks, 2) * offset.to(torch.float32)
+    scales = half(blocks, 0) * scale.to(torch.float32)
+    offsets = half(blocks, 2) * offset.to(torch.float32)
     return scales.unsqueeze(-1), offsets.unsqueeze(-1)
 
 
 def _q4_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    scales, offsets = _k_scales(blocks)
-    _nibbles(blocks[:, 16:].contiguous(), out.view(-1, 4, 2, 32))
+    scales, offsets = k_scales(blocks)
+    nibbles(blocks[:, 16:].contiguous(), out.view(-1, 4, 2, 32))
     out.view(-1, 8, 32).mul_(scales).sub_(offsets)
 
 
 def _q5_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     import torch
 
-    scales, offsets = _k_scales(blocks)
-    _nibbles(blocks[:, 48:].contiguous(), out.view(-1, 4, 2, 32))
+    scales, offsets = k_scales(blocks)
+    nibbles(blocks[:, 48:].contiguous(), out.view(-1, 4, 2, 32))
     shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
     high = (blocks[:, 16:48].unsqueeze(1) >> shifts & 1) << 4
     out.view(-1, 8, 32).add_(high).mul_(scales).sub_(offsets)
@@ -137,12 +137,12 @@ def _q5_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
 def _q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     import torch
 
-    _nibbles(blocks[:, :128].contiguous(), out.view(-1, 2, 2, 64))
+    nibbles(blocks[:, :128].contiguous(), out.view(-1, 2, 2, 64))
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3) << 4
     out.view(-1, 2, 4, 32).add_(high)
     scales = blocks[:, 192:208].view(torch.int8).to(torch.float32)
-    scales = (_half(blocks, 208) * scales).unsqueeze(-1)
+    scales = (half(blocks, 208) * scales).unsqueeze(-1)
     out.sub_(32).view(-1, 16, 16).mul_(scales)
 
 

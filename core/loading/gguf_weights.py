@@ -12,7 +12,8 @@ import re
 from typing import TYPE_CHECKING
 
 from octavo.core.loading.errors import WeightsError
-from octavo.core.loading.gguf import GgufFile
+from octavo.core.loading.gguf import GgufFile, GgufTensor
+from octavo.core.loading.gguf_codes import GROUP, int4_codes
 from octavo.core.loading.gguf_config import config_of
 from octavo.core.loading.gguf_dequant import dequantize
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+    from octavo.core.quantization.base import QuantizedTensor
 
 _TOP = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 _LAYER = {
@@ -67,24 +70,49 @@ class GgufWeights:
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor as float32. Raises WeightsError for a name the file lacks."""
+        raw, entry = self._raw(name)
+        value = dequantize(raw, entry.type, entry.shape)
+        heads = self._permuted_heads(entry.name)
+        if heads:
+            value = unpermute(value, heads)
+        if self._arch == "gemma3" and name.endswith("norm.weight"):
+            value = value - 1
+        return value
+
+    def codes(self, name: str, form: str, group: int) -> QuantizedTensor | None:
+        """A matrix in a canonical quantised form, when the file keeps it in that very grid.
+
+        Raises WeightsError for a name the file lacks.
+        """
+        if (form, group) != ("int4", GROUP):
+            return None
+        raw, entry = self._raw(name)
+        found = int4_codes(raw, entry.type, entry.shape)
+        heads = self._permuted_heads(entry.name)
+        if found is not None and heads:
+            import torch
+
+            found = found.rows(unpermute(torch.arange(entry.shape[0]), heads))
+        return found
+
+    def _raw(self, name: str) -> tuple[torch.Tensor, GgufTensor]:
         import numpy as np
         import torch
 
         if name not in self._sources:
             raise WeightsError(f"{self._file.path} holds no tensor for {name!r}")
-        source = self._sources[name]
-        entry = self._file.tensors[source]
+        entry = self._file.tensors[self._sources[name]]
         # By way of numpy, whose array keeps the mapping alive; torch.frombuffer would let close()
         # unmap a tensor that is still in use.
         view = np.frombuffer(self._file.data, np.uint8, entry.nbytes, entry.offset)
-        raw = torch.from_numpy(view)
-        value = dequantize(raw, entry.type, entry.shape)
-        if self._arch == "llama" and (".attn_q." in source or ".attn_k." in source):
-            key = "num_attention_heads" if ".attn_q." in source else "num_key_value_heads"
-            value = unpermute(value, self._config[key])
-        if self._arch == "gemma3" and name.endswith("norm.weight"):
-            value = value - 1
-        return value
+        return torch.from_numpy(view), entry
+
+    def _permuted_heads(self, source: str) -> int:
+        """Heads whose rows the converter has reordered; 0: none."""
+        if self._arch != "llama" or not (".attn_q." in source or ".attn_k." in source):
+            return 0
+        key = "num_attention_heads" if ".attn_q." in source else "num_key_value_heads"
+        return int(self._config[key])
 
     def close(self) -> None:
         """Let the file go."""

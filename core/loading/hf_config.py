@@ -32,19 +32,12 @@ def load_generation_config(files: ModelFiles) -> dict[str, Any]:
     return config
 
 
-def refuse_quantized(config: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint whose tensors are packed numbers that only its quantiser can read.
-
-    Raises:
-        ModelConfigError: with the quantiser's name and what can be used instead.
-    """
+def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a checkpoint says of its own quantisation, or None when it holds plain numbers."""
     found = config.get("quantization_config") or config.get("compression_config")
-    if found:
-        method = found.get("quant_method") if isinstance(found, Mapping) else found
-        raise ModelConfigError(
-            f"the checkpoint is quantized ({method}), which is not read here: use the model's "
-            "unquantized safetensors, or a GGUF file of it"
-        )
+    if not found:
+        return None
+    return found if isinstance(found, Mapping) else {"quant_method": found}
 
 
 def eos_token_ids(

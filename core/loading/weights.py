@@ -17,6 +17,7 @@ from octavo.core.loading.errors import CorruptFileError, WeightsError
 from octavo.core.loading.files import ModelFiles, read_json
 from octavo.core.loading.gguf_weights import GgufWeights
 from octavo.core.loading.progress import Progress
+from octavo.core.quantization.base import QuantizedTensor
 
 _DTYPES = {
     "F64": torch.float64,
@@ -59,6 +60,9 @@ class WeightSource(Protocol):
         Raises WeightsError for a name the source lacks.
         """
 
+    def codes(self, name: str, form: str, group: int) -> QuantizedTensor | None:
+        """A matrix in a canonical quantised form, when the files keep it in that very grid."""
+
     def close(self) -> None:
         """Let the files go."""
 
@@ -90,6 +94,13 @@ class _ReportedSource:
         self._task.advance(tensor.nbytes)
         return tensor
 
+    def codes(self, name: str, form: str, group: int) -> QuantizedTensor | None:
+        found = self._source.codes(name, form, group)
+        if found is not None:
+            info = self._source.names()[name]
+            self._task.advance(math.prod(info.shape) * info.dtype.itemsize)
+        return found
+
     def close(self) -> None:
         self._task.close()
         self._source.close()
@@ -107,6 +118,9 @@ class _GgufSource:
 
     def get(self, name: str) -> torch.Tensor:
         return self._weights.get(name)
+
+    def codes(self, name: str, form: str, group: int) -> QuantizedTensor | None:
+        return self._weights.codes(name, form, group)
 
     def close(self) -> None:
         self._weights.close()
@@ -142,6 +156,9 @@ class SafetensorsSource:
             self._open[path] = safe_open(path, framework="pt")
         tensor: torch.Tensor = self._open[path].get_tensor(name)
         return tensor
+
+    def codes(self, name: str, form: str, group: int) -> QuantizedTensor | None:
+        return None  # plain numbers; a scheme reads what else there is by `get`
 
     def close(self) -> None:
         self._open.clear()

@@ -36,6 +36,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "token_logprobs": (_I, [_P, _P, _P, _P, _P, _I64, _I64, _I64]),
     "weight_bytes": (_I64, [_P]),
     "pack_weight": (_I, [_P, _P, _P, _I]),
+    "pack_codes": (_I, [_P, _P, _P, _P]),
     "unpack_rows": (_I, [_P, _P, _P, _I64]),
     "linear": (_I, [_P, _P, _I64, _P, _I64, _I64, _P]),
     "decoder_layer": (_I, [_P, _P, _P]),

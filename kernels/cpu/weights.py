@@ -73,17 +73,13 @@ class PackedWeight:
 
     def pack(self, parts: Sequence[Tensor]) -> PackedWeight:
         """Fills it from tensors [rows, k] of one float dtype, stacked to n rows; returns itself."""
-        import torch
-
         rows = [part.shape[0] for part in parts]
         if sum(rows) != self.n or any(part.shape[1] != self.k for part in parts):
             raise ValueError(
                 f"parts {[tuple(p.shape) for p in parts]} do not make {self.n} x {self.k}"
             )
         parts = [part.contiguous() for part in parts]
-        raw = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8)
-        start = -raw.data_ptr() % _ALIGNMENT
-        self.place(raw[start : start + self.nbytes])
+        self._allocate()
         status = lib.pack_weight(
             self.address,
             (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts)),
@@ -94,12 +90,53 @@ class PackedWeight:
             fail(status, "pack_weight")
         return self
 
+    def pack_codes(
+        self, codes: Tensor, scales: Tensor, minima: Tensor | None = None
+    ) -> PackedWeight:
+        """Fills it from codes that are quantised already; returns itself.
+
+        int8: codes int8 [n, k], scales float32 [n, 1]. int4: codes uint8 [n, k] in [0, 15], scales
+        and minima float16 [n, k / group]. Value = code · scale + minimum.
+
+        Raises:
+            ValueError: tensors of other shapes or dtypes.
+        """
+        import torch
+
+        eight = self.format == "int8"
+        grid = (self.n, 1 if eight else self.k // self.group)
+        want = (
+            torch.int8 if eight else torch.uint8,
+            torch.float32 if eight else torch.float16,
+            None if eight else torch.float16,
+        )
+        given = (codes.dtype, scales.dtype, None if minima is None else minima.dtype)
+        shapes = [tuple(t.shape) for t in (scales, minima) if t is not None]
+        if tuple(codes.shape) != (self.n, self.k) or given != want or set(shapes) != {grid}:
+            raise ValueError(
+                f"{self.format} codes of {self.n} x {self.k} are {want} with scales {grid}, not "
+                f"{given} of {tuple(codes.shape)} with {shapes}"
+            )
+        whole = [None if t is None else t.contiguous() for t in (codes, scales, minima)]
+        self._allocate()
+        status = lib.pack_codes(self.address, *(None if t is None else t.data_ptr() for t in whole))
+        if status:
+            fail(status, "pack_codes")
+        return self
+
+    def _allocate(self) -> None:
+        import torch
+
+        raw = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8)
+        start = -raw.data_ptr() % _ALIGNMENT
+        self.place(raw[start : start + self.nbytes])
+
 
 def linear(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> None:
     """out float32 [T, n] = x float32 [T, k] · weightᵀ + bias float32 [n].
 
-    A row's bits do not depend on the other rows. Integer weights quantise x per row (symmetric, to
-    [-127, 127]) and add up exactly.
+    A row's bits do not depend on the other rows. Integer weights quantise x to symmetric codes in
+    [-127, 127], by row and 64 inputs (int8) or the weight's group (int4), and add these up exactly.
     """
     status = lib.linear(
         weight.address,

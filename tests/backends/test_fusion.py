@@ -72,15 +72,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+NUMBERS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int8, KV float32": {"quantization": "int8", "kv_cache_dtype": "float32"},
+    "float32, KV int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_fused_layer_gives_the_same_bits(
-    variant: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variant: str, numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(*VARIANTS[variant]).save_pretrained(tmp_path)
-    single = bits(tmp_path, Single, monkeypatch, dtype=dtype)
+    single = bits(tmp_path, Single, monkeypatch, **NUMBERS[numbers])
     assert set(calls) == {"act_and_mul"}
-    fused = bits(tmp_path, Fused, monkeypatch, dtype=dtype)
+    fused = bits(tmp_path, Fused, monkeypatch, **NUMBERS[numbers])
     assert set(calls) == {"decoder_layer"}
     assert fused == single
 

@@ -32,20 +32,25 @@ def bits(folder: Path, prompts: list[list[int]], **options: Any) -> list[list[tu
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_bits_do_not_depend_on_company_or_chunks(kind: str, threads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "threads"), [(None, 1), (None, 2), ("int8", 1), ("int8", 2), ("int4", 2)]
+)
+def test_bits_do_not_depend_on_company_or_chunks(
+    kind: str, scheme: str | None, threads: int, tmp_path: Path
+) -> None:
     # Wide enough that one row alone would be summed in another order.
     changes = {"hidden_size": 96, "intermediate_size": 2048, "num_attention_heads": 6}
     if kind == "Mistral":
         changes["sliding_window"] = 20
     make(kind, changes).save_pretrained(tmp_path)
+    how: dict[str, Any] = {"threads": threads, "quantization": scheme}
     prompts = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
-    alone = [bits(tmp_path, [prompt], threads=threads)[0] for prompt in prompts]
+    alone = [bits(tmp_path, [prompt], **how)[0] for prompt in prompts]
     assert all(len(entries) == 12 for entries in alone)
-    assert bits(tmp_path, prompts, threads=threads) == alone
-    assert bits(tmp_path, prompts, threads=threads, max_num_batched_tokens=13) == alone
-    assert bits(tmp_path, prompts[::-1], threads=threads, max_num_seqs=3)[::-1] == alone
-    tight = bits(tmp_path, prompts, threads=threads, num_kv_blocks=9)  # preempted and recomputed
+    assert bits(tmp_path, prompts, **how) == alone
+    assert bits(tmp_path, prompts, **how, max_num_batched_tokens=13) == alone
+    assert bits(tmp_path, prompts[::-1], **how, max_num_seqs=3)[::-1] == alone
+    tight = bits(tmp_path, prompts, **how, num_kv_blocks=9)  # preempted and recomputed
     assert tight == alone
 
 

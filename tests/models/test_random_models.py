@@ -15,6 +15,7 @@ import pytest
 import torch
 from tiny_models import engine, full, greedy, make, prompt_of, reference, run, tokens_of
 
+from octavo.core.config import ConfigError
 from octavo.core.types import SequenceUpdate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,3 +119,28 @@ def test_half_precision_is_no_further_from_float32_than_transformers_own(
     ours, bound = (got - exact).abs(), (theirs - exact).abs()
     assert 0 < ours.mean() < 1.2 * bound.mean() and ours.max() < 1.5 * bound.max()
     assert got.exp().sum(-1).sub(1).abs().max() < 1e-3
+
+
+def test_an_int8_cache_is_close_to_float32(llama: tuple[Path, Any]) -> None:
+    """Over a prompt in chunks; its error is bounded by that of bfloat16 weights and cache."""
+    folder, model = llama
+    prompt = prompt_of(100)
+    exact = reference(model, prompt, 1)[1][:-1]
+    theirs = reference(copy.deepcopy(model).to(torch.bfloat16), prompt, 1)[1][:-1]
+    made = engine(
+        folder, device="cpu", dtype="float32", kv_cache_dtype="int8", max_num_batched_tokens=24
+    )
+    assert made.info.kv_dtype == "int8"
+    plain = engine(folder, device="cpu", dtype="float32", kv_cache_dtype="float32")
+    assert made.info.kv_bytes / made.info.num_kv_blocks < 0.5 * (
+        plain.info.kv_bytes / plain.info.num_kv_blocks
+    )
+    updates = run(made, greedy("r", prompt, 1, prompt_logprobs=-1))["r"]
+    got = full([e for u in updates for e in u.prompt_logprobs or ()])
+    ours, bound = (got - exact).abs(), (theirs - exact).abs()
+    assert 0 < ours.mean() < bound.mean() and ours.max() < 1.5 * bound.max()
+
+
+def test_an_int8_cache_is_refused_where_there_is_none(llama: tuple[Path, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"kv-cache-dtype int8 is not offered by reference"):
+        engine(llama[0], device="reference", kv_cache_dtype="int8")

@@ -121,15 +121,24 @@ def test_one_bad_backend_leaves_its_siblings(
     assert words(found) == ["new"] and len(found.problems) == 1
 
 
-def test_models_of_a_broken_plugin_are_left_out(point: Callable[..., metadata.EntryPoint]) -> None:
+@pytest.mark.parametrize(
+    ("hook", "ask"),
+    [
+        ("octavo_models", Plugins.models),
+        ("octavo_quantization_schemes", Plugins.quantization_schemes),
+    ],
+)
+def test_classes_of_a_broken_plugin_are_left_out(
+    hook: str, ask: Callable[[Plugins], Any], point: Callable[..., metadata.EntryPoint]
+) -> None:
     def fails() -> dict[str, str]:
         raise KeyError("x")
 
-    good = point("good", octavo_models=hookimpl(lambda: {"NewForCausalLM": "a.b:C"}))
-    found = Plugins([point("bad", octavo_models=hookimpl(fails)), good])
+    good = point("good", **{hook: hookimpl(lambda: {"new": "a.b:C"})})
+    found = Plugins([point("bad", **{hook: hookimpl(fails)}), good])
     for _ in range(2):
-        assert found.models() == {"NewForCausalLM": "a.b:C"}
-    assert [p.reason for p in found.problems] == ["octavo_models: KeyError: 'x'"]
+        assert ask(found) == {"new": "a.b:C"}
+    assert [p.reason for p in found.problems] == [f"{hook}: KeyError: 'x'"]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def table(
         ("", "requests", "output tok/s", "total tok/s", "wall s", "ratio")
     ]
     ratio = "" if comparison is None else _ratio(result, comparison)
-    rows.append(_row(f"octavo ({info.device}, {info.dtype})", result, ratio))
+    rows.append(_row(f"octavo ({info.device}, {info.numbers})", result, ratio))
     if comparison is not None:
         rows.append(_row("transformers (one by one)", comparison, "1.00"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
         for _ in llm.stream(PROMPT, SamplingParams(temperature=0.0, max_tokens=1)):
             found["first_token"] = time.monotonic()
         found["phases"] = dict(llm.info.phases)
-        found["model"] = f"{llm.info.name} ({llm.info.device}, {llm.info.dtype})"
+        found["model"] = f"{llm.info.name} ({llm.info.device}, {llm.info.numbers})"
     print(json.dumps(found), flush=True)
 
 

@@ -14,6 +14,7 @@ from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environ
 from octavo.core.entry.cli import (
     bench_kv_waste,
     bench_latency,
+    bench_perplexity,
     bench_scheduler,
     bench_serve,
     bench_startup,
@@ -36,6 +37,7 @@ _KINDS = {
     "kv-waste": bench_kv_waste,
     "scheduler": bench_scheduler,
     "startup": bench_startup,
+    "perplexity": bench_perplexity,
 }
 
 
@@ -146,7 +148,7 @@ def _measure(
             options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
         except OSError as error:
             raise CommandFailed(f"{options.json} cannot be written: {error}") from error
-    if comparison is not None and engine.info.dtype == "float32":
+    if comparison is not None and engine.info.numbers == "float32":
         _check_tokens(comparison)
 
 

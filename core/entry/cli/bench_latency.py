@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
         warning = f"meanwhile {load}"
         print(f"warning: {warning}", file=sys.stderr)
     found = latency.values(results)
-    name = f"{info.name} ({info.device}, {info.dtype})"
+    name = f"{info.name} ({info.device}, {info.numbers})"
     print(f"{name}, {options.repeats} requests one by one\n\n{latency.table(found)}")
     if options.json is not None:
         record = {

@@ -63,7 +63,7 @@ def text(result: Fit) -> str:
             f"{result.device}: {size_text(result.memory_free)} free of "
             f"{size_text(result.memory_total)} ({result.device_reason})",
         ),
-        ("weights", f"{size_text(result.weight_bytes)} in {result.dtype}"),
+        ("weights", f"{size_text(result.weight_bytes)} in {result.quantization or result.dtype}"),
         ("KV cache", f"{size_text(result.kv_bytes_per_token)} a token in {result.kv_dtype}"),
     ]
     if result.fits:

@@ -28,6 +28,7 @@ def capabilities(state: ServerState, request: Request) -> dict[str, Any]:
             "vocab_size": info.vocab_size,
             "eos_token_ids": info.eos_token_ids,
             "dtype": info.dtype,
+            "quantization": info.quantization,
             "weight_bytes": info.weight_bytes,
         },
         "device": {

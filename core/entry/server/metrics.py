@@ -102,7 +102,9 @@ class Metrics:
         llm, pulse = self._llm, self._llm.pulse
         info = llm.info
         about = GaugeMetricFamily("octavo_engine_info", "What runs here", labels=_ABOUT)
-        about.add_metric([octavo.__version__, *(getattr(info, n) for n in _ABOUT[1:])], 1)
+        about.add_metric(
+            [octavo.__version__, *(str(getattr(info, n) or "none") for n in _ABOUT[1:])], 1
+        )
         yield about
         yield from _engine_metrics(pulse.stats)
         yield GaugeMetricFamily(
@@ -120,7 +122,7 @@ class Metrics:
         yield responses
 
 
-_ABOUT = ("version", "name", "backend", "device", "dtype", "kv_dtype")
+_ABOUT = ("version", "name", "backend", "device", "dtype", "quantization", "kv_dtype")
 
 
 class _Snapshot:

@@ -213,9 +213,9 @@ def banner(info: ModelInfo, names: Sequence[str], address: str, seconds: float) 
     return "\n".join(
         (
             f"octavo is ready at {address}/v1",
-            f"  model    {', '.join(names)}: context {info.max_model_len} tokens, {info.dtype}",
+            f"  model    {', '.join(names)}: context {info.max_model_len} tokens, {info.numbers}",
             f"  device   {info.device} ({info.device_reason})",
-            f"  KV cache {info.num_kv_blocks} blocks of {info.block_size}: {held} tokens, "
+            f"  KV cache {info.num_kv_blocks} blocks of {info.block_size}: {held} tokens in {info.kv_dtype}, "
             f"up to {info.max_num_seqs} sequences at once",
             f"  start-up {seconds:.2f} s ({phases})",
             *(f"  note     {note}" for note in info.notes),

@@ -82,7 +82,7 @@ class LocalPartner:
         """See `Partner`."""
         info = self._llm.info
         return [
-            ("model", f"{info.name}, {info.dtype}"),
+            ("model", f"{info.name}, {info.numbers}"),
             ("device", f"{info.device} ({info.device_reason})"),
             ("context", f"{info.max_model_len} tokens"),
         ]

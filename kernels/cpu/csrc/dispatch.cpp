@@ -148,6 +148,10 @@ int octavo_pack_weight(const octavo_weight *w, const void *const *parts, const i
                        int dtype) {
   return choice.table->pack_weight(w, parts, part_rows, dtype);
 }
+int octavo_pack_codes(const octavo_weight *w, const void *codes, const void *scales,
+                      const void *minima) {
+  return choice.table->pack_codes(w, codes, scales, minima);
+}
 int octavo_unpack_rows(const octavo_weight *w, float *out, const int64_t *rows, int64_t count) {
   return choice.table->unpack_rows(w, out, rows, count);
 }

@@ -94,8 +94,10 @@ OCTAVO_INLINE void group_tile(const Quantized &q, int64_t row, const uint8_t *b,
       const vf d = load(scales + j * W), low = load(minima + j * W);
 #pragma GCC unroll 8
       for (int m = 0; m < MR; ++m) {
-        acc[m][j] = fma(__builtin_convertvector(sum[m][j], vf), d, acc[m][j]);
-        acc[m][j] = fma(splat(float(q.sums[(row + m) * q.groups + g])), low, acc[m][j]);
+        const int64_t at = (row + m) * q.groups + g;
+        const vf x = splat(q.scales[at]);
+        acc[m][j] = fma(__builtin_convertvector(sum[m][j], vf) * x, d, acc[m][j]);
+        acc[m][j] = fma(splat(float(q.sums[at])) * x, low, acc[m][j]);
       }
     }
     b += 4 * kPanel;
@@ -179,17 +181,28 @@ struct PanelTile {
   OCTAVO_INLINE void ints() const {
     const int64_t inner = round_up(p.w.k, 4);
     const float *scales = reinterpret_cast<const float *>(b + inner * kPanel);
-    vi sum[MR][kVectors] = {};
-    int_tile<MR>(p.q->codes + row * p.q->stride, p.q->stride, reinterpret_cast<const int8_t *>(b),
-                 inner / kStep, sum);
-    vf acc[MR][kVectors];
+    const Quantized &q = *p.q;
+    vf acc[MR][kVectors] = {};
+    for (int64_t g = 0; g < q.groups; ++g) {
+      const int64_t from = g * kShared, n = inner - from < kShared ? inner - from : kShared;
+      vi sum[MR][kVectors] = {};
+      int_tile<MR>(q.codes + row * q.stride + from, q.stride,
+                   reinterpret_cast<const int8_t *>(b) + from * kPanel, n / kStep, sum);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m) {
+        const int64_t at = (row + m) * q.groups + g;
+        const vi offset = splat_i(kOffset * q.sums[at]);
+        const vf x = splat(q.scales[at]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j)
+          acc[m][j] = fma(__builtin_convertvector(sum[m][j] - offset, vf), x, acc[m][j]);
+      }
+    }
+#pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
       const vf scale = load(scales + j * W);
 #pragma GCC unroll 16
-      for (int m = 0; m < MR; ++m) {
-        const vi exact = sum[m][j] - splat_i(kOffset * p.q->sums[row + m]);
-        acc[m][j] = __builtin_convertvector(exact, vf) * (scale * splat(p.q->scales[row + m]));
-      }
+      for (int m = 0; m < MR; ++m) acc[m][j] = acc[m][j] * scale;
     }
     finish<MR>(p.w, p.e, panel, row, acc);
   }
@@ -197,9 +210,6 @@ struct PanelTile {
   OCTAVO_INLINE void groups() const {
     vf acc[MR][kVectors] = {};
     group_tile<MR>(*p.q, row, reinterpret_cast<const uint8_t *>(b), p.q->groups, acc);
-    for (int j = 0; j < kVectors; ++j)
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m) acc[m][j] = acc[m][j] * splat(p.q->scales[row + m]);
     finish<MR>(p.w, p.e, panel, row, acc);
   }
 };

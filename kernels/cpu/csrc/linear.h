@@ -10,7 +10,7 @@
 // belong to them in the second, so that act(gate) * up needs no other panel.
 //
 // A row's bits do not depend on its company: every output element is one chain of multiply-adds in
-// order of k (int8: an exact integer; int4: exact within a group, then groups in order).
+// order of k (integer weights: exact within a group of activations, then groups in order).
 #pragma once
 #include "vec.h"
 
@@ -26,13 +26,13 @@ constexpr int kPanel = kVectors * W;
 
 // Row tiles: accumulators, one step's weights and one activation have to fit the registers.
 #if defined(__AVX512F__)
-constexpr int kFloatRows = 14, kIntRows = 14, kGroupRows = 6;
+constexpr int kFloatRows = 14, kIntRows = 7, kGroupRows = 6;
 #elif defined(__AVX2__)
-constexpr int kFloatRows = 6, kIntRows = 5, kGroupRows = 2;
+constexpr int kFloatRows = 6, kIntRows = 3, kGroupRows = 2;
 #elif defined(__aarch64__) || defined(__powerpc64__)
-constexpr int kFloatRows = 6, kIntRows = 5, kGroupRows = 2;
+constexpr int kFloatRows = 6, kIntRows = 3, kGroupRows = 2;
 #else
-constexpr int kFloatRows = 2, kIntRows = 2, kGroupRows = 1;
+constexpr int kFloatRows = 2, kIntRows = 1, kGroupRows = 1;
 #endif
 
 // --- integer dot products: acc[lane] += sum over kStep of weight * activation, exact in int32 ---
@@ -55,6 +55,9 @@ constexpr int kOffset = 128;
 constexpr int kOffset = 0;
 #endif
 constexpr int64_t kInnerMultiple = 64;  // rows of activations are padded with zeros to this
+// Activations that share a scale beside int8 weights. One scale for a whole row would leave few codes
+// to all but the outliers that language models have in some columns.
+constexpr int64_t kShared = 64;
 
 OCTAVO_INLINE vi dot(vi acc, vi weight, vi x) {
 #if defined(__AVX512VNNI__)
@@ -140,31 +143,32 @@ inline Column column(const octavo_weight &w, int64_t panel, int c) {
   return {at + (c < half ? 0 : w.n / 2), at < w.n / 2};
 }
 
-// --- quantised activations: per row codes in [-127, 127], a scale, and sums of codes ---
+// --- quantised activations: codes in [-127, 127], and for each row and group a scale and the codes' sum ---
 
 struct Quantized {
   Activation *codes;  // [rows, stride]
-  float *scales;      // [rows]
-  int32_t *sums;      // [rows, groups]: sums of the codes of each group; int8: of the row
-  int64_t stride, groups, group;
+  float *scales;      // [rows, groups]
+  int32_t *sums;      // [rows, groups]
+  int64_t stride, groups, group;  // group: kShared, or int4's; the last one may be shorter
 };
 
 inline int64_t inner_stride(int64_t k) { return round_up(k, kInnerMultiple); }
+inline int64_t shared(const octavo_weight &w) { return w.format == OCTAVO_INT4 ? w.group : kShared; }
 inline int64_t quantized_bytes(const octavo_weight &w, int64_t rows) {
-  const int64_t groups = w.format == OCTAVO_INT4 ? w.k / w.group : 1;
+  const int64_t groups = (w.k + shared(w) - 1) / shared(w);
   return round_up(rows * inner_stride(w.k) * int64_t(sizeof(Activation)), 64) +
-         round_up(rows * 4, 64) + round_up(rows * groups * 4, 64);
+         2 * round_up(rows * groups * 4, 64);
 }
 inline Quantized quantized_at(const octavo_weight &w, int64_t rows, void *memory) {
   Quantized q;
   char *at = static_cast<char *>(memory);
   q.stride = inner_stride(w.k);
-  q.group = w.format == OCTAVO_INT4 ? w.group : w.k;
-  q.groups = w.k / q.group;
+  q.group = shared(w);
+  q.groups = (w.k + q.group - 1) / q.group;
   q.codes = reinterpret_cast<Activation *>(at);
   at += round_up(rows * q.stride * int64_t(sizeof(Activation)), 64);
   q.scales = reinterpret_cast<float *>(at);
-  q.sums = reinterpret_cast<int32_t *>(at + round_up(rows * 4, 64));
+  q.sums = reinterpret_cast<int32_t *>(at + round_up(rows * q.groups * 4, 64));
   return q;
 }
 
@@ -183,44 +187,52 @@ OCTAVO_INLINE void store_codes(Activation *to, vi c) {
 #endif
 }
 
-// Row-wise symmetric: scale = max |x| / 127. A row with a NaN or infinity gets a NaN scale, and so a
-// NaN result: it is never quietly wrong.
-inline void quantize_row(const float *x, int64_t k, const Quantized &q, int64_t row) {
-  vf top = {};
+// Symmetric by row and group: scale = max |x| / 127. A group with a NaN or infinity gets a NaN scale,
+// and so its row a NaN result: it is never quietly wrong.
+inline void quantize_group(const float *x, int64_t n, Activation *codes, float *scale, int32_t *sum) {
+  vf top = {}, poison = {};
   int64_t i = 0;
   const vu magnitude = splat_u(0x7fffffffu);
-  for (; i + W <= k; i += W) top = vmax(top, (vf)((vu)load(x + i) & magnitude));
-  if (i < k) top = vmax(top, (vf)((vu)load_part(x + i, int(k - i)) & magnitude));
   // vmax(a, NaN) is NaN, but the next vmax(NaN, b) is b: look for them apart.
-  vf poison = {};
-  for (i = 0; i + W <= k; i += W) poison = fma(load(x + i), vf{}, poison);
-  if (i < k) poison = fma(load_part(x + i, int(k - i)), vf{}, poison);
+  for (; i + W <= n; i += W) {
+    const vf v = load(x + i);
+    top = vmax(top, (vf)((vu)v & magnitude));
+    poison = fma(v, vf{}, poison);
+  }
+  if (i < n) {
+    const vf v = load_part(x + i, int(n - i));
+    top = vmax(top, (vf)((vu)v & magnitude));
+    poison = fma(v, vf{}, poison);
+  }
   const float most = hmax(top), bad = hsum(poison);
   const float inverse = most > 0 && bad == 0 ? 127.0f / most : 0.0f;
-  // 127 / most overflows for subnormal rows: they are zero for all that follows.
+  // 127 / most overflows for subnormal groups: they are zero for all that follows.
   const float safe = inverse < 3.4e38f ? inverse : 0.0f;
-  q.scales[row] = bad == 0 ? (safe > 0 ? most / 127.0f : 0.0f) : __builtin_nanf("");
+  *scale = bad == 0 ? (safe > 0 ? most / 127.0f : 0.0f) : __builtin_nanf("");
   const vf factor = splat(safe);
-  Activation *codes = q.codes + row * q.stride;
-  int32_t *sums = q.sums + row * q.groups;
-  for (int64_t g = 0; g < q.groups; ++g) {
-    const int64_t end = (g + 1) * q.group;
-    vi sum = {};
-    for (i = g * q.group; i < end; i += W) {
-      const int n = end - i < W ? int(end - i) : W;
-      vi c = to_codes((n == W ? load(x + i) : load_part(x + i, n)) * factor);
-      if (bad != 0) c = vi{};
-      sum = sum + c;
-      if (n == W)
-        store_codes(codes + i, c);
-      else
-        for (int j = 0; j < n; ++j) codes[i + j] = static_cast<Activation>(c[j]);
-    }
-    int32_t total = 0;
-    for (int j = 0; j < W; ++j) total += sum[j];
-    sums[g] = total;
+  vi total = {};
+  for (i = 0; i < n; i += W) {
+    const int part = n - i < W ? int(n - i) : W;
+    vi c = to_codes((part == W ? load(x + i) : load_part(x + i, part)) * factor);
+    if (bad != 0) c = vi{};
+    total = total + c;
+    if (part == W)
+      store_codes(codes + i, c);
+    else
+      for (int j = 0; j < part; ++j) codes[i + j] = static_cast<Activation>(c[j]);
   }
-  for (i = k; i < q.stride; ++i) codes[i] = 0;
+  int32_t whole = 0;
+  for (int j = 0; j < W; ++j) whole += total[j];
+  *sum = whole;
+}
+inline void quantize_row(const float *x, int64_t k, const Quantized &q, int64_t row) {
+  Activation *codes = q.codes + row * q.stride;
+  for (int64_t g = 0; g < q.groups; ++g) {
+    const int64_t from = g * q.group, n = k - from < q.group ? k - from : q.group;
+    quantize_group(x + from, n, codes + from, q.scales + row * q.groups + g,
+                   q.sums + row * q.groups + g);
+  }
+  for (int64_t i = k; i < q.stride; ++i) codes[i] = 0;
 }
 
 // --- what becomes of a product ---

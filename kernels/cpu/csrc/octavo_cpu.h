@@ -89,7 +89,7 @@ OCTAVO_API int octavo_act_and_mul(void *out, const void *gate_up, int64_t rows, 
                                   int dtype);
 
 /* --- matrix products with packed weights --- */
-#define OCTAVO_INT8_MAX_K 65536 /* 255 * 127 * k has to fit an int32 */
+#define OCTAVO_INT8_MAX_K 65536 /* up to here also sums of extreme codes are exact in float32 */
 typedef struct {
   const void *data; /* packed, 64-byte aligned: see linear.h; its layout belongs to the variant in use */
   int64_t n, k;     /* outputs, inputs */
@@ -103,10 +103,15 @@ OCTAVO_API int64_t octavo_weight_bytes(const octavo_weight *w);
  * quantised here: per row, and per row and group. */
 OCTAVO_API int octavo_pack_weight(const octavo_weight *w, const void *const *parts,
                                   const int64_t *part_rows, int dtype);
+/* Fills w->data from given codes [n, k]. int8: int8 codes, float32 scales [n]. int4: a code a byte,
+ * float16 scales and minima [n, k / group]. Value = code * scale + minimum. */
+OCTAVO_API int octavo_pack_codes(const octavo_weight *w, const void *codes, const void *scales,
+                                 const void *minima);
 /* out[i] = row rows[i] of w as float32 [count, k]: an embedding's lookup. */
 OCTAVO_API int octavo_unpack_rows(const octavo_weight *w, float *out, const int64_t *rows,
                                   int64_t count);
-/* out [rows, n] = x [rows, k] * w^T + bias (or NULL), all float32. Integer weights quantise x by row. */
+/* out [rows, n] = x [rows, k] * w^T + bias (or NULL), all float32. Integer weights quantise x
+ * by row, to a scale for 64 inputs (int8) or for the weight's group (int4). */
 OCTAVO_API int octavo_linear(const octavo_weight *w, float *out, int64_t out_row_stride,
                              const float *x, int64_t x_row_stride, int64_t rows,
                              const float *bias);

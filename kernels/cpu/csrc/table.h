@@ -14,6 +14,7 @@ struct KernelTable {
   decltype(&octavo_token_logprobs) token_logprobs;
   decltype(&octavo_weight_bytes) weight_bytes;
   decltype(&octavo_pack_weight) pack_weight;
+  decltype(&octavo_pack_codes) pack_codes;
   decltype(&octavo_unpack_rows) unpack_rows;
   decltype(&octavo_linear) linear;
   decltype(&octavo_decoder_layer) decoder_layer;
