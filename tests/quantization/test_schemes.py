@@ -55,7 +55,10 @@ def test_int4_takes_linear_layers_and_int8_the_head() -> None:
         ("h", "int8", 0),
     ]
     assert len(placed.notes) == 2
-    assert "1 weights are int8, because int4 needs inputs in whole groups of 32: odd" in placed.notes[0]
+    assert (
+        "1 weights are int8, because int4 needs inputs in whole groups of 32: odd"
+        in placed.notes[0]
+    )
     assert "1 weights are float" in placed.notes[1] and placed.notes[1].endswith(": wide")
     eight = place(specs, made("int8"), ("int8",))
     assert [s.scheme for s in eight.specs] == ["int8", "int8", "int8", None, None, None, "int8"]
@@ -217,7 +220,7 @@ def test_a_quantised_checkpoint_is_read_into_the_canonical_form(
     plain = engine(tmp_path / "plain", device=device)
     assert tokens == tokens_of(run(plain, greedy("r", prompt, 10))["r"])
     assert running.info.weight_bytes < plain.info.weight_bytes * 0.6
-    with pytest.raises(ConfigError, match="int8 cannot be had from a checkpoint.*words"):
+    with pytest.raises(ConfigError, match=r"int8 cannot be had from a checkpoint.*words"):
         engine(folder, device=device, quantization="int8")
 
 
@@ -230,7 +233,9 @@ def test_without_the_form_a_quantised_checkpoint_is_unpacked(
     in_words(folder, 64, ())
     offered = ReferenceBackend().capabilities("reference")
     monkeypatch.setattr(
-        ReferenceBackend, "capabilities", lambda self, device: replace(offered, quantization=("int8",))
+        ReferenceBackend,
+        "capabilities",
+        lambda self, device: replace(offered, quantization=("int8",)),
     )
     running = engine(folder, kv_cache_dtype="float32")
     assert any("no int4 weights, so they are unpacked" in note for note in running.info.notes)
