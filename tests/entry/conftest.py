@@ -127,6 +127,20 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert "Traceback" not in started.stderr.read_text()
 
 
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same model with int4 weights."""
+    command = "serve --port PORT --device cpu --quantization int4 --max-model-len 128"
+    started = launch(
+        tmp_path_factory.mktemp("small"),
+        ["-m", "octavo.core.entry.cli.main", *command.split(), "--max-num-seqs", "2"],
+    )
+    started.wait_ready(240)
+    yield started
+    assert started.stop() == 0, started.stderr.read_text()
+    assert "Traceback" not in started.stderr.read_text()
+
+
 @pytest.fixture(scope="session", name="start_server")
 def _start_server() -> Any:
     """`start_server`, for fixtures of other modules."""

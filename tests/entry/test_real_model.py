@@ -39,6 +39,22 @@ def test_the_capital_of_france(real: openai.OpenAI) -> None:
     assert text == answer.choices[0].message.content
 
 
+def test_int4_weights_answer_and_are_told_of(small_server: Any) -> None:
+    asked: Any = [{"role": "user", "content": "What is 2+2?"}]
+    answer = chat(small_server.client(), messages=asked, max_tokens=4).choices[0]
+    assert answer.message.content.startswith("The answer to")
+    with small_server.http() as web:
+        model = web.get("/v1/capabilities").json()["model"]
+        assert (model["quantization"], model["dtype"]) == ("int4", "float32")
+        assert model["weight_bytes"] < 538060032 / 5
+        assert web.get("/v1/capabilities").json()["kv_cache"]["dtype"] == "float16"
+        about = next(x for x in web.get("/metrics").text.splitlines() if "engine_info{" in x)
+        assert 'quantization="int4"' in about and 'kv_dtype="float16"' in about
+    shown = small_server.stderr.read_text()
+    assert "int4 over float32" in shown and "tokens in float16" in shown
+    assert "KV cache in float16: chosen beside int4 weights" in shown
+
+
 def test_streamed_logprobs_equal_those_at_once(real: openai.OpenAI) -> None:
     options: dict[str, Any] = {
         "seed": 7,

@@ -16,12 +16,14 @@ from gguf.constants import GGML_QUANT_SIZES
 from octavo.core.loading.errors import CorruptFileError, ModelConfigError, WeightsError
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.gguf import GgufFile
+from octavo.core.loading.gguf_codes import int4_codes
 from octavo.core.loading.gguf_config import gguf_config, llama3_factors
 from octavo.core.loading.gguf_dequant import dequantize
 from octavo.core.loading.gguf_weights import GgufWeights
 from octavo.core.loading.hf_config import load_config
 from octavo.core.loading.sources import resolve
 from octavo.core.loading.weights import open_weights
+from octavo.core.quantization import form
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDE, LAYERS, VOCAB = 4, 2, 16, 64, 96, 2, 32
 
@@ -140,6 +142,47 @@ def test_projections_of_a_quantised_file_point_the_same_way(family: str, tmp_pat
             x = torch.randn(8, reference.shape[1], generator=torch.Generator().manual_seed(0))
             a, b = x @ reference.T, x @ source.get(name).T
             assert torch.cosine_similarity(a, b).min() > 0.999, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "slack"),
+    [("Q4_0", 0.0), ("Q4_1", 0.0), ("Q4_K", 1e-3), ("Q8_0", None), ("Q6_K", None)],
+)
+def test_codes_of_the_int4_grid_are_taken_over(kind: str, slack: float | None) -> None:
+    """Values as dequantised; Q4_K's scales are rounded to float16. Other grids have no such codes."""
+    number = gguf.GGMLQuantizationType[kind]
+    block, width = GGML_QUANT_SIZES[number]
+    random = np.random.default_rng(3)
+    raw = random.integers(0, 256, (200, 512 // block, width), np.uint8)
+    for at in {"Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2)}.get(kind, ()):  # finite scales
+        halves = (random.random((200, 512 // block, 1)) * 0.1).astype(np.float16)
+        raw[..., at : at + 2] = halves.view(np.uint8)
+    flat = torch.from_numpy(raw.reshape(-1))
+    found = int4_codes(flat, int(number), (200, 512))
+    if slack is None:
+        assert found is None
+        return
+    assert found is not None and found.codes.max() == 15
+    want = dequantize(flat, int(number), (200, 512))
+    assert (form("int4").dequantize(found) - want).abs().max() <= slack * want.abs().max()
+    if kind != "Q4_K":
+        raw[7, 3, :2] = 0, 0x7C  # an infinite scale
+        assert int4_codes(torch.from_numpy(raw.reshape(-1)), int(number), (200, 512)) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_codes_stand_in_the_original_models_rows(family: str, tmp_path: Path) -> None:
+    original = _original(family)
+    _write(tmp_path / "m.gguf", family, original, gguf.GGMLQuantizationType.Q4_1)
+    source = open_weights(ModelFiles("m", "gguf", tmp_path / "m.gguf", "m"))
+    for name, value in original.items():
+        if "_proj.weight" in name:
+            found = source.codes(name, "int4", 32)
+            assert found is not None and found.shape == value.shape
+            assert torch.equal(form("int4").dequantize(found), source.get(name)), name
+            assert source.codes(name, "int8", 0) is None and source.codes(name, "int4", 64) is None
+    assert source.codes("model.norm.weight", "int4", 32) is None
+    source.close()
 
 
 def test_rotary_table_is_tolerated_and_told_by_the_config(tmp_path: Path) -> None:

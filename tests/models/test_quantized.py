@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
-    VOCAB,
-    engine,
-    everything,
-    greedy,
-    make,
-    prompt_of,
-    reference,
-    run,
-    tokens_of,
-)
+from tiny_models import VOCAB, engine, everything, greedy, make, prompt_of, reference, run
+
+from octavo.core.quantization import form
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,9 +21,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", WIDE),
 }
 PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((40, 25, 33, 12))]
-# Mean over positions of the total variation distance to float32's distribution. Random weights of
-# three layers react to noise far more than a trained model's.
-BOUNDS = {"int8": 0.08, "int4": 0.5}
+# Mean over positions of the total variation distance between distributions, of a random model with
+# three layers, which reacts to noise far more than a trained one.
+FROM_FLOAT32 = {"int8": 0.1, "int4": 0.5}
+FROM_ROUNDED_WEIGHTS = 0.06  # what activations and the float16 cache add
 
 
 def distributions(folder: Path, **options: Any) -> torch.Tensor:
@@ -48,37 +42,35 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.exp() - b.exp()).abs().sum(-1).mean() / 2)
 
 
+@torch.no_grad()
+def rounded(model: Any, scheme: str) -> Any:
+    """A copy whose weights have the values that the scheme's codes stand for."""
+    made = copy.deepcopy(model)
+    for name, weight in made.named_parameters():
+        if weight.ndim == 2:
+            four = scheme == "int4" and "proj" in name
+            kind = form("int4" if four else "int8")
+            weight.copy_(kind.dequantize(kind.quantize(weight, 32 if four else 0)))
+    return made
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_distributions_stay_near_float32(family: str, scheme: str, tmp_path: Path) -> None:
     model = make(*FAMILIES[family])
     model.save_pretrained(tmp_path)
     exact = torch.cat([reference(model, p, 1)[1] for p in PROMPTS])
+    known = torch.cat([reference(rounded(model, scheme), p, 1)[1] for p in PROMPTS])
     found = {
         d: distributions(tmp_path, device=d, quantization=scheme) for d in ("cpu", "reference")
     }
     assert found["cpu"].shape == exact.shape == (sum(map(len, PROMPTS)), VOCAB)
-    far = distance(found["cpu"], exact)
-    print(family, scheme, far, distance(found["cpu"], found["reference"]))
-    assert 0 < far < BOUNDS[scheme]
+    far, near = distance(found["cpu"], exact), distance(found["cpu"], known)
+    assert 0 < far < FROM_FLOAT32[scheme] and near < FROM_ROUNDED_WEIGHTS
     # The same codes up to ties: what is left between the two is far less than quantising costs.
-    assert distance(found["cpu"], found["reference"]) < far / 3
-    same = (found["cpu"].argmax(-1) == exact.argmax(-1)).double().mean()
-    print(same)
-    assert same > {"int8": 0.85, "int4": 0.5}[scheme]
-
-
-@pytest.mark.parametrize("device", ["cpu", "reference"])
-def test_int8_tokens_are_mostly_float32s(device: str, tmp_path: Path) -> None:
-    model = make(*FAMILIES["llama"])
-    model.save_pretrained(tmp_path)
-    made = engine(tmp_path, device=device, quantization="int8")
-    same = 0
-    for i, prompt in enumerate(PROMPTS):
-        tokens = tokens_of(run(made, greedy(str(i), prompt, 4))[str(i)])
-        same += sum(a == b for a, b in zip(tokens, reference(model, prompt, 4)[0], strict=True))
-    print(same)
-    assert same >= 11  # of 16; one that differs takes those after it along
+    assert distance(found["cpu"], found["reference"]) < far / 20
+    same = (found["cpu"].argmax(-1) == known.argmax(-1)).double().mean()
+    assert same > 0.8
 
 
 def test_facts_of_a_quantised_engine(tmp_path: Path) -> None:

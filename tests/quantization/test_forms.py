@@ -56,7 +56,7 @@ def test_products_are_those_of_the_codes(name: str) -> None:
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
     exact = x.double() @ w.double().T
     error = (out.double() - exact).norm() / exact.norm()
-    assert 0 < error < {"int8": 0.01, "int4": 0.08}[name]
+    assert 0 < error < {"int8": 0.025, "int4": 0.1}[name]
     half = form(name).linear(x.bfloat16(), packed)
     assert half.dtype == torch.bfloat16
 
@@ -166,7 +166,7 @@ def test_codes_of_another_kind_are_refused() -> None:
     packed = form("int8").quantize(weights(), 0)
     with pytest.raises(ValueError, match="int4 codes"):
         cpu.PackedWeight(70, 192, "int4").pack_codes(packed.codes, packed.scales)
-    with pytest.raises(ValueError, match=r"not .*71"):
+    with pytest.raises(ValueError, match="71 x 192"):
         cpu.PackedWeight(71, 192, "int8").pack_codes(packed.codes, packed.scales)
 
 
