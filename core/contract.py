@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from octavo.core import ops as portable
+    from octavo.core.instruments import Instruments
 else:
 
     class _Portable:
@@ -506,6 +507,10 @@ class Backend:
     def compile(self, program: Program, plan: ExecutionPlan, device: str) -> Callable[..., Any]:
         """What the runner will call for this program; the default is the program's own function."""
         return program.fn
+
+    def instruments(self, device: str) -> Instruments | None:
+        """What `octavo bench` measures a device with, or None."""
+        return None
 
     def communicator(self, group: Any) -> Communicator:
         """Sets up a process group. Collectives themselves are ops."""

@@ -16,6 +16,7 @@ from octavo.plugins import (
     Backend,
     Capabilities,
     ExecutionPlan,
+    Instruments,
     Lane,
     Limits,
     ModelShape,
@@ -151,6 +152,13 @@ class CpuBackend(Backend):
             torch.set_num_threads(threads)
         if lib.available():
             lib.set_threads(threads)
+
+    def instruments(self, device: str) -> Instruments | None:
+        if not kernels().available():
+            return None
+        from octavo.backends.cpu.instruments import CpuInstruments
+
+        return CpuInstruments()
 
     def ops(self, device: str) -> Ops:
         if not kernels().available():

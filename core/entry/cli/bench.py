@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
-from octavo.core.entry.cli import bench_kv_waste, bench_latency, bench_serve, bench_startup
+from octavo.core.entry.cli import (
+    bench_kv_waste,
+    bench_latency,
+    bench_roofline,
+    bench_serve,
+    bench_startup,
+)
 from octavo.core.entry.cli.bench_options import count
 from octavo.core.entry.cli.failure import CommandFailed
 from octavo.core.entry.cli.options import add_engine_options, engine_config
@@ -29,6 +35,7 @@ _KINDS = {
     "serve": bench_serve,
     "kv-waste": bench_kv_waste,
     "startup": bench_startup,
+    "roofline": bench_roofline,
 }
 
 
