@@ -11,7 +11,7 @@ import msgspec
 from octavo.core.config import EngineConfig
 from octavo.core.engine import ModelInfo
 from octavo.core.entry.bench.compare import Comparison
-from octavo.core.entry.bench.machine import Load, describe
+from octavo.core.entry.bench.machine import Load, describe, usable_cores
 from octavo.core.entry.bench.profile import (
     HOST_TARGET,
     PARTS,
@@ -164,6 +164,24 @@ def _notes(result: Throughput, comparison: Comparison | None) -> list[str]:
             for d in comparison.differences
         ]
     return lines
+
+
+def neighbour_record(count: int, alone: Throughput, beside: Throughput) -> dict[str, Any]:
+    """The same workload alone and beside `count` spinning processes, as plain values."""
+    return {
+        "processes": count,
+        "octavo": _plain(beside, "timings", "tokens"),
+        "ratio_output": beside.output_per_second / alone.output_per_second,
+    }
+
+
+def neighbour_line(count: int, alone: Throughput, beside: Throughput) -> str:
+    """What `count` spinning processes leave of the throughput."""
+    ratio = beside.output_per_second / alone.output_per_second
+    return (
+        f"beside {count} spinning processes on {usable_cores()} cores: "
+        f"{beside.output_per_second:.1f} output tok/s, {ratio:.0%} of what it is alone"
+    )
 
 
 def profile_table(profile: Profile) -> str:

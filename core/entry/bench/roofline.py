@@ -14,8 +14,9 @@ from octavo.core.entry.wiring import Phases, build_engine, design, make_model, r
 from octavo.core.instruments import Instruments, Peaks
 
 if TYPE_CHECKING:
-    from octavo.core.contract import ModelShape, WeightSpec
+    from octavo.core.contract import WeightSpec
     from octavo.core.engine import ModelInfo
+    from octavo.core.entry.wiring import Design
     from octavo.core.loading.files import ModelFiles
 
 NOTE = """\
@@ -67,8 +68,8 @@ def instruments_of(config: EngineConfig) -> Instruments:
     return found
 
 
-def described(config: EngineConfig, files: ModelFiles) -> tuple[list[WeightSpec], ModelShape, str]:
-    """A model's weights, shape and dtype on the configured device; no weight is read.
+def described(config: EngineConfig, files: ModelFiles) -> tuple[list[WeightSpec], Design]:
+    """A model's weights and how it would run on the configured device; no weight is read.
 
     Raises:
         ConfigError, ModelError: the model cannot run there.
@@ -76,7 +77,7 @@ def described(config: EngineConfig, files: ModelFiles) -> tuple[list[WeightSpec]
     resolved = resolve_device(config.device)
     made = design(config, files, resolved, Phases())
     model = make_model(made, files, resolved.backend.ops(resolved.device))
-    return list(model.specs()), made.shape, made.dtype
+    return list(model.specs()), made
 
 
 def measure(
@@ -99,7 +100,8 @@ def measure(
         max_num_batched_tokens=config.max_num_batched_tokens or max(512, prefill),
     )
     config = sized(config, max(batches), max(prefill, context + repeats + 64))
-    specs, shape, dtype = described(config, files)
+    specs, made = described(config, files)
+    shape, dtype = made.shape, made.dtype
     engine = build_engine(config, files=files)
     try:
         before = instruments.peaks()

@@ -88,7 +88,7 @@ class Steps:
         engine = self._engine
         batch = engine.info.max_num_batched_tokens
         before = _WARM + repeats // 2
-        self._check(context + repeats + _WARM + 2)
+        self._check(context + self.beyond(repeats))
         for i in range(sequences):
             # Those that come first decode while the others are still taken in.
             ahead = (sequences - 1 - i) * context // batch
@@ -111,6 +111,11 @@ class Steps:
         finally:
             engine.abort([sequence.request.id for sequence in list(engine.scheduler.sequences())])
         return found[_WARM:]
+
+    @staticmethod
+    def beyond(repeats: int) -> int:
+        """Tokens that sequences may have more than their context."""
+        return repeats + _WARM + 2
 
     def _check(self, tokens: int) -> None:
         limit = self._engine.info.max_model_len

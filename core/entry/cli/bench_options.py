@@ -38,9 +38,14 @@ def add_output_options(group: Any) -> None:
     )
 
 
+def add_table_options(group: Any) -> None:
+    """How a measurement is printed."""
+    group.add_argument("--markdown", action="store_true", help="print Markdown tables")
+
+
 def add_record_options(group: Any) -> None:
-    """Where a measurement goes, and how it is printed."""
-    group.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    """How a measurement is printed, and where else it goes; it has no figure."""
+    add_table_options(group)
     group.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
 
 
