@@ -140,6 +140,7 @@ class Limits:
     kv_dtype: str = "float32"
     threads: int | None = None
     batch_invariant: bool = False
+    op_providers: str = "none"  # none, auto (what was measured before), measure (now)
 
 
 @dataclass(frozen=True, slots=True)

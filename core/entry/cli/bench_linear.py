@@ -33,7 +33,7 @@ def add_parser(kinds: Any) -> None:
     bench.add_argument(
         "--isa", metavar="NAME", help="instruction set of the device's own kernels (the best)"
     )
-    bench.add_argument("--passes", type=count, default=5, metavar="N", help="of each path (5)")
+    bench.add_argument("--passes", type=count, default=7, metavar="N", help="of each path (7)")
     add_record_options(bench)
     add_engine_options(parser)
 
