@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +28,9 @@ PHASES: Final = (
 
 PEAKS: Final = {"float32": 0, "int8": 1}
 _ROUNDS: Final = 20_000  # some tenths of a millisecond a piece
+_SLICE: Final = (
+    64 << 20
+)  # read at a time: some milliseconds, so that one try falls between disturbances
 
 
 def start_phases() -> None:
@@ -58,7 +62,7 @@ def peak(kind: str, seconds: float = 0.3) -> float:
 
 
 def read_bandwidth(buffer: Tensor, seconds: float = 0.5) -> float:
-    """Bytes a second that all threads together read from `buffer`, the best of several passes.
+    """Bytes a second that all threads together read from `buffer`, the best of several tries.
 
     Its size, a multiple of 64 bytes, decides what is measured: memory, when it exceeds every cache.
     """
@@ -66,9 +70,13 @@ def read_bandwidth(buffer: Tensor, seconds: float = 0.5) -> float:
     if size % 64:
         raise ValueError(f"a buffer of {size} bytes: must be a multiple of 64")
 
+    starts = itertools.cycle(range(0, size, _SLICE))
+
     def read() -> float:
-        lib.read(buffer.data_ptr(), size)
-        return float(size)
+        start = next(starts)
+        count = min(_SLICE, size - start)
+        lib.read(buffer.data_ptr() + start, count)
+        return float(count)
 
     return _best(read, seconds)
 
