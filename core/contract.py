@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from octavo.core import ops as portable
+    from octavo.core.instruments import Instruments
     from octavo.core.quantization.base import QuantizedTensor
 
 else:
@@ -141,6 +142,7 @@ class Limits:
     kv_dtype: str = "float32"
     threads: int | None = None
     batch_invariant: bool = False
+    op_providers: str = "none"  # none, auto (what was measured before), measure (now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,6 +519,10 @@ class Backend:
     def compile(self, program: Program, plan: ExecutionPlan, device: str) -> Callable[..., Any]:
         """What the runner will call for this program; the default is the program's own function."""
         return program.fn
+
+    def instruments(self, device: str) -> Instruments | None:
+        """What `octavo bench` measures a device with, or None."""
+        return None
 
     def communicator(self, group: Any) -> Communicator:
         """Sets up a process group. Collectives themselves are ops."""

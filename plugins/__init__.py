@@ -25,6 +25,7 @@ from octavo.core.contract import (
     StepOut,
     WeightSpec,
 )
+from octavo.core.instruments import Instruments, LinearPath, Peaks
 from octavo.core.quantization.base import Form, QuantizedTensor, Scheme
 from octavo.core.types import Batch
 from octavo.plugins.hookspecs import hookimpl, hookspec
@@ -40,14 +41,17 @@ __all__ = [
     "Form",
     "Handle",
     "Inputs",
+    "Instruments",
     "KVSpec",
     "Lane",
     "LayerSpec",
     "Limits",
+    "LinearPath",
     "MemoryInfo",
     "ModelShape",
     "Ops",
     "PackedWeight",
+    "Peaks",
     "Probe",
     "Program",
     "QuantizedTensor",

@@ -65,10 +65,14 @@ def environment() -> dict[str, str]:
 
 
 LESS = {  # a benchmark on little work: here it must run, not measure
+    "octavo bench throughput --busy-neighbour": "--workload uniform --num-requests 1",
     "octavo bench throughput": "--num-requests 2 --max-num-seqs 2",
     "octavo bench serve": "--num-requests 2 --workload single",
     "octavo bench latency": "--output-len 4 --repeats 1",
     "octavo bench startup": "--repeats 1",
+    "octavo bench roofline": "--prefill 32 --batch 2 --context 32 --repeats 2",
+    "octavo bench linear": "--rows 2 --passes 1",
+    "octavo bench scaling": "--batch 1,2 --context 64,128 --repeats 2",
 }
 
 

@@ -17,6 +17,7 @@ from octavo.plugins import (
     Backend,
     Capabilities,
     ExecutionPlan,
+    Instruments,
     Lane,
     Limits,
     ModelShape,
@@ -27,6 +28,8 @@ from octavo.plugins import (
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+    from octavo.backends.cpu.providers import Provider
 
 KERNEL_OPS = (
     "write_kv",
@@ -88,6 +91,9 @@ class CpuBackend(Backend):
     device_types = ("cpu",)
     priority = 10
 
+    def __init__(self) -> None:
+        self._provider: Provider | None = None  # of the engine that was started last
+
     def probe(self) -> Probe:
         if find_spec("torch") is None:
             return Probe(reason="torch is not installed")
@@ -120,6 +126,8 @@ class CpuBackend(Backend):
                     "kernels": f"not compiled: {lib.why_unavailable()}; install with a C++ compiler for speed"
                 },
             )
+        from octavo.backends.cpu import providers
+
         return Capabilities(
             dtypes=DTYPES,
             native_dtypes=DTYPES,  # of weights: arithmetic is float32
@@ -129,10 +137,14 @@ class CpuBackend(Backend):
             swap=True,
             batch_invariant=True,
             quantization=QUANTIZATION,
-            ops=dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}"),
+            ops=dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}")
+            | ({"linear": self._provider.name} if self._provider else {}),
             notes={
                 "kernels": f"{lib.isa()} of {', '.join(lib.isas())}",
                 "threads": lib.threading(),
+                "providers": providers.status(
+                    lib.core_count() if lib.threads() == 1 else lib.threads()
+                ),
             },
         )
 
@@ -155,6 +167,25 @@ class CpuBackend(Backend):
             torch.set_num_threads(threads)
         if lib.available():
             lib.set_threads(threads)
+        self._provider = self._chosen(limits, threads)
+
+    def _chosen(self, limits: Limits, threads: int) -> Provider | None:
+        # Other libraries' products neither keep a row's bits apart from its company, nor know formats.
+        if limits.op_providers == "none" or limits.batch_invariant or not kernels().available():
+            return None
+        from octavo.backends.cpu import providers
+
+        if limits.op_providers == "measure":
+            providers.measure(threads)
+        found = providers.choose(threads)
+        return found if found is not None and found.path.format == limits.dtype else None
+
+    def instruments(self, device: str) -> Instruments | None:
+        if not kernels().available():
+            return None
+        from octavo.backends.cpu.instruments import CpuInstruments
+
+        return CpuInstruments()
 
     def compile(self, program: Program, plan: ExecutionPlan, device: str) -> Callable[..., Any]:
         """Keeps torch's own threads out of a step: what little torch does there is not worth a second
@@ -178,4 +209,4 @@ class CpuBackend(Backend):
             return super().ops(device)
         from octavo.backends.cpu.ops import CpuOps
 
-        return CpuOps()
+        return CpuOps(self._provider)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,10 @@ from octavo.core.ops import DTYPES, TorchInputs, concatenated
 from octavo.core.quantization.base import QuantizedTensor
 from octavo.kernels import cpu as lib
 from octavo.plugins import Ctx, KVSpec, LayerSpec, Ops, SampleInputs, WeightSpec
+
+if TYPE_CHECKING:
+    from octavo.backends.cpu.providers import Provider
+    from octavo.core.instruments import Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,13 @@ class CpuKV:
     v: torch.Tensor
     block_size: int
     head_size_v: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProvidedWeight:
+    """A linear weight in the hands of another library."""
+
+    product: Product
 
 
 @cache
@@ -101,11 +112,13 @@ class CpuOps(Ops):
     device = "cpu"
     fusions: ClassVar = {"decoder_layer": COVERED}
 
-    def __init__(self) -> None:
+    def __init__(self, provider: Provider | None = None) -> None:
+        """provider: a library whose products stand in for the kernels' where weights have its format."""
         self._layers: dict[int, _BoundLayer] = {}
+        self._provider = provider
 
     def supports(self, name: str, spec: LayerSpec) -> bool:
-        return name == "decoder_layer"
+        return name == "decoder_layer" and self._provider is None
 
     def decoder_layer(self, x: torch.Tensor, spec: LayerSpec, ctx: Ctx) -> torch.Tensor:
         handle: CpuKV = ctx.kv[spec.layer]
@@ -140,14 +153,18 @@ class CpuOps(Ops):
 
     def pack_weight(
         self, parts: Mapping[str, torch.Tensor | QuantizedTensor], spec: WeightSpec, dtype: str
-    ) -> torch.Tensor | lib.PackedWeight:
+    ) -> torch.Tensor | lib.PackedWeight | ProvidedWeight:
         if spec.role in ("norm", "bias"):
             small: torch.Tensor = super().pack_weight(parts, spec, "float32")
             return small
         stacked = [parts[name] for name, _ in spec.parts]
         codes = [part for part in stacked if isinstance(part, QuantizedTensor)]
+        floats = [part for part in stacked if isinstance(part, torch.Tensor)]
+        provider = self._provider
+        if provider and spec.role == "linear" and (spec.scheme or dtype) == provider.path.format:
+            return ProvidedWeight(provider.path.pack(torch.cat([part.float() for part in floats])))
         if not codes:
-            return _unpacked(spec, dtype).pack([p for p in stacked if isinstance(p, torch.Tensor)])
+            return _unpacked(spec, dtype).pack(floats)
         whole = codes[0] if len(codes) == 1 else concatenated(codes)
         return _unpacked(spec, dtype).pack_codes(whole.codes, whole.scales, whole.minima)
 
@@ -164,7 +181,7 @@ class CpuOps(Ops):
     def linear(
         self,
         x: torch.Tensor,
-        weight: lib.PackedWeight,
+        weight: lib.PackedWeight | ProvidedWeight,
         *,
         bias: torch.Tensor | None = None,
         reduce: Literal["sum"] | None = None,
@@ -172,6 +189,9 @@ class CpuOps(Ops):
     ) -> torch.Tensor:
         if lora is not None:
             raise ValueError("the CPU's linear op has no LoRA")
+        if isinstance(weight, ProvidedWeight):
+            result = weight.product(x)
+            return result if bias is None else result.add_(bias)
         out = torch.empty(x.shape[0], weight.n)
         lib.linear(out, x, weight, bias)
         return out

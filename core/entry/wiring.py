@@ -278,6 +278,7 @@ def _limits(
         kv_dtype=kv_dtype,
         threads=config.threads,
         batch_invariant=config.batch_invariant,
+        op_providers=config.op_providers,
     )
 
 

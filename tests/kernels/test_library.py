@@ -149,3 +149,56 @@ def test_errors_say_what_is_wrong() -> None:
     x = torch.ones(2, 4, dtype=torch.float64)
     with pytest.raises(TypeError, match="float64"):
         cpu.rms_norm(x, x, x[0], 1e-5)
+
+
+def test_phases_are_counted_only_on_request(isa: str) -> None:
+    from octavo.kernels.cpu import measure
+
+    x, w = torch.randn(64, 256), torch.ones(256)
+    packed = {
+        form: cpu.PackedWeight(512, 256, form).pack([torch.randn(512, 256)])
+        for form in ("float32", "int4")
+    }
+
+    def work(form: str) -> None:
+        cpu.rms_norm(torch.empty_like(x), x, w, 1e-5)
+        cpu.linear(torch.empty(64, 512), x, packed[form])
+
+    measure.stop_phases()
+    work("float32")
+    assert set(measure.read_phases().values()) == {0.0}
+    measure.start_phases()
+    work("float32")
+    found = measure.read_phases()
+    assert found["norm"] > 0 and found["linear"] > 0 and found["quantise"] == 0
+    assert tuple(found) == measure.PHASES and found["attention"] == found["sampling"] == 0
+    work("int4")
+    later = measure.read_phases()
+    assert later["quantise"] > 0 and later["linear"] > found["linear"]
+    measure.start_phases()
+    assert set(measure.read_phases().values()) == {0.0}
+    measure.stop_phases()
+
+
+def test_peaks_do_what_they_count(isa: str) -> None:
+    """Work in proportion to the rounds, and reads that read everything."""
+    from octavo.kernels.cpu import measure
+    from octavo.kernels.cpu.library import lib
+
+    lanes = {"baseline": 4, "avx2": 8}.get(isa, 16) if platform.machine() != "ppc64le" else 4
+    assert lib.peak(0, 100) == cpu.threads() * 16 * 100 * 12 * 2 * lanes
+    assert lib.peak(1, 100) in (2 * lib.peak(0, 100), 4 * lib.peak(0, 100))
+    assert lib.peak(7, 100) < 0
+    for kind, bytes_a_lane in (("float32", 1), ("int8", 4)):
+        # Two units of this width at 10 GHz: a compiler that leaves the work out goes far beyond.
+        bound = cpu.threads() * 1e10 * 2 * 2 * lanes * bytes_a_lane
+        assert 0 < measure.peak(kind, 0.01) < bound
+    for size in (64, 256, 1 << 20, (3 << 20) + 448):
+        words = torch.randint(1 << 31, (size // 4,), dtype=torch.int32)
+        want = 0
+        for word in words.numpy():
+            want ^= int(word)
+        assert lib.read(words.data_ptr(), size) == want
+    assert measure.read_bandwidth(words, 0.01) > 1e6
+    with pytest.raises(ValueError, match="multiple of 64"):
+        measure.read_bandwidth(words[:17])

@@ -1,4 +1,5 @@
-"""Where a step's time goes: timers around the parts of the engine, put on for one run.
+"""Where a step's time goes: timers around the parts of the engine, put on for one run, and the kernels'
+own counters where the backend has instruments.
 
 On a device that works asynchronously a part that only starts work looks cheap, and the one that waits
 for it dear; on the CPU each part pays for itself.
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.core.engine import Engine
+from octavo.core.instruments import Instruments
 from octavo.core.runner import Runner
 
 HOST_PARTS = ("schedule", "build batch", "sample", "commit", "detokenise")
@@ -23,11 +25,12 @@ HOST_TARGET, SAMPLE_TARGET = 0.10, 0.05
 
 @dataclass
 class StepTimes:
-    """One step: its size and the seconds of each part."""
+    """One step: its size and the seconds of each part; of those, what the kernels' counters tell apart."""
 
     sequences: int
     tokens: int
     seconds: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -58,6 +61,13 @@ def shares(steps: list[StepTimes]) -> dict[str, float]:
     found = {part: sum(s.seconds.get(part, 0.0) for s in steps) / total for part in PARTS}
     found["host"] = sum(found[part] for part in HOST_PARTS)
     return found
+
+
+def kernel_shares(steps: list[StepTimes]) -> dict[str, float]:
+    """Each kernel phase's share of these steps' time; empty without instruments."""
+    total = sum(step.total for step in steps) or 1.0
+    names = dict.fromkeys(name for step in steps for name in step.kernels)
+    return {name: sum(s.kernels.get(name, 0.0) for s in steps) / total for name in names}
 
 
 @contextmanager
@@ -103,10 +113,32 @@ def profiled(engine: Engine, outputs: Any, profile: Profile) -> Iterator[None]:
     else:
         replaced.append((runner, "execute", timed("forward", runner.execute)))
     with ExitStack() as undo:
+        if isinstance(runner, Runner):
+            instruments = runner._backend.instruments(runner._device)
+            if instruments is not None:
+                undo.callback(instruments.stop_phases)
+                replaced.append(
+                    (runner, "execute", _counting(runner.execute, instruments, profile))
+                )
         for owner, name, function in replaced:
             undo.callback(_restore, owner, name, vars(owner).get(name, _ABSENT))
             setattr(owner, name, function)
         yield
+
+
+def _counting(
+    execute: Callable[..., Any], instruments: Instruments, profile: Profile
+) -> Callable[..., Any]:
+    """`execute` that keeps what the kernels counted during it."""
+
+    def call(step: Any) -> Any:
+        instruments.start_phases()
+        try:
+            return execute(step)
+        finally:
+            profile.steps[-1].kernels = instruments.read_phases()
+
+    return call
 
 
 _ABSENT = object()

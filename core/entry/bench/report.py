@@ -11,8 +11,15 @@ import msgspec
 from octavo.core.config import EngineConfig
 from octavo.core.engine import ModelInfo
 from octavo.core.entry.bench.compare import Comparison
-from octavo.core.entry.bench.machine import Load, describe
-from octavo.core.entry.bench.profile import HOST_TARGET, PARTS, SAMPLE_TARGET, Profile, shares
+from octavo.core.entry.bench.machine import Load, describe, usable_cores
+from octavo.core.entry.bench.profile import (
+    HOST_TARGET,
+    PARTS,
+    SAMPLE_TARGET,
+    Profile,
+    kernel_shares,
+    shares,
+)
 from octavo.core.entry.bench.throughput import Throughput
 from octavo.core.entry.bench.workload import Workload
 
@@ -71,11 +78,13 @@ def record(
         full = profile.full_steps()
         found["profile"] = {
             "shares": shares(profile.steps),
+            "kernels": kernel_shares(profile.steps),
             "full_steps": {
                 "steps": len(full),
                 "sequences": full[0].sequences,
                 "seconds_per_step": sum(s.total for s in full) / len(full),
                 "shares": shares(full),
+                "kernels": kernel_shares(full),
             },
         }
     return found
@@ -157,20 +166,44 @@ def _notes(result: Throughput, comparison: Comparison | None) -> list[str]:
     return lines
 
 
+def neighbour_record(count: int, alone: Throughput, beside: Throughput) -> dict[str, Any]:
+    """The same workload alone and beside `count` spinning processes, as plain values."""
+    return {
+        "processes": count,
+        "octavo": _plain(beside, "timings", "tokens"),
+        "ratio_output": beside.output_per_second / alone.output_per_second,
+    }
+
+
+def neighbour_line(count: int, alone: Throughput, beside: Throughput) -> str:
+    """What `count` spinning processes leave of the throughput."""
+    ratio = beside.output_per_second / alone.output_per_second
+    return (
+        f"beside {count} spinning processes on {usable_cores()} cores: "
+        f"{beside.output_per_second:.1f} output tok/s, {ratio:.0%} of what it is alone"
+    )
+
+
 def profile_table(profile: Profile) -> str:
     """Each part's share of the time: over all steps, and over the decode steps at full width."""
     full = profile.full_steps()
-    whole, wide = shares(profile.steps), shares(full)
+    whole, parts = shares(profile.steps), shares(full)
     per_step = sum(s.total for s in full) / len(full)
     head = f"all {len(profile.steps)} steps", f"{len(full)} steps of {full[0].sequences} sequences"
     lines = [f"{'share of the time':<18}  {head[0]:>16}  {head[1]:>28}"]
-    for part in (*PARTS, "host"):
-        lines.append(
-            f"{part:<18}  {whole[part]:>16.1%}  {wide[part]:>20.1%} {wide[part] * per_step * 1e3:>5.1f} ms"
-        )
+
+    def line(name: str, all_steps: float, full_steps: float) -> str:
+        spent = full_steps * per_step * 1e3
+        return f"{name:<18}  {all_steps:>16.1%}  {full_steps:>20.1%} {spent:>5.1f} ms"
+
+    lines += [line(part, whole[part], parts[part]) for part in (*PARTS, "host")]
+    if kernels := kernel_shares(profile.steps):
+        lines.append("of forward and sample, inside kernels:")
+        wide = kernel_shares(full)
+        lines += [line(name, share, wide.get(name, 0.0)) for name, share in kernels.items()]
     lines.append(
-        f"host: all but prepare and forward; {_verdict(wide['host'], HOST_TARGET)}. "
-        f"sample: {_verdict(wide['sample'], SAMPLE_TARGET)}"
+        f"host: all but prepare and forward; {_verdict(parts['host'], HOST_TARGET)}. "
+        f"sample: {_verdict(parts['sample'], SAMPLE_TARGET)}"
     )
     return "\n".join(lines)
 

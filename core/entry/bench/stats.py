@@ -39,6 +39,12 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a Markdown table; the first row is its head."""
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
 def milliseconds(seconds: float | None) -> str:
     """A cell: seconds as milliseconds with three digits or more, "-" for none."""
     if seconds is None:

@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from statistics import NormalDist
@@ -61,6 +61,15 @@ class Workload:
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
         return max(len(item.prompt_token_ids) + item.output_len for item in self.items)
+
+    def again(self) -> Workload:
+        """The same lengths, each prompt's first tokens moved to its end: the prefix cache of a run before
+        cannot help. What prompts share they still share."""
+        items = [
+            Item(item.prompt_token_ids[3:] + item.prompt_token_ids[:3], item.output_len)
+            for item in self.items
+        ]
+        return replace(self, items=tuple(items))
 
 
 class _Text:

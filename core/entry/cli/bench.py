@@ -14,7 +14,10 @@ from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environ
 from octavo.core.entry.cli import (
     bench_kv_waste,
     bench_latency,
+    bench_linear,
     bench_perplexity,
+    bench_roofline,
+    bench_scaling,
     bench_scheduler,
     bench_serve,
     bench_startup,
@@ -26,7 +29,7 @@ from octavo.core.entry.cli.options import add_engine_options, engine_config
 if TYPE_CHECKING:
     from octavo.core.entry.bench.compare import Comparison
     from octavo.core.entry.bench.profile import Profile
-    from octavo.core.entry.bench.throughput import Throughput
+    from octavo.core.entry.bench.throughput import Bench, Throughput
     from octavo.core.entry.bench.workload import Workload
     from octavo.core.entry.front import Front
 
@@ -38,6 +41,9 @@ _KINDS = {
     "scheduler": bench_scheduler,
     "startup": bench_startup,
     "perplexity": bench_perplexity,
+    "roofline": bench_roofline,
+    "linear": bench_linear,
+    "scaling": bench_scaling,
 }
 
 
@@ -75,6 +81,10 @@ def _add_throughput(kinds: Any) -> None:
     bench.add_argument(
         "--profile", action="store_true", help="time the parts of a step (costs a little)"
     )
+    bench.add_argument(
+        "--busy-neighbour", type=count, metavar="N",
+        help="run it again while N other processes spin, and tell what is left",
+    )  # fmt: skip
     bench.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
     add_engine_options(throughput)
 
@@ -129,6 +139,7 @@ def _measure(
         bench.run(workload.warm_up)
         with _bar("octavo", workload.output_tokens, config) as on_tokens:
             result = bench.run(workload.items, on_tokens, profile)
+        beside = _beside(options, bench, workload)
     finally:
         engine.shutdown()
     comparison = _compare(options, config, front, workload, result)
@@ -140,16 +151,32 @@ def _measure(
             warning = f"while {name} ran, {load}"
             print(f"warning: {warning}", file=sys.stderr)
     print(report.table(workload, engine.info, result, comparison))
+    if beside is not None:
+        print("\n" + report.neighbour_line(options.busy_neighbour, result, beside))
     if profile is not None:
         print("\n" + report.profile_table(profile))
     if options.json is not None:
         found = report.record(workload, config, engine.info, result, comparison, profile, warning)
+        if beside is not None:
+            found["busy_neighbour"] = report.neighbour_record(
+                options.busy_neighbour, result, beside
+            )
         try:
             options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
         except OSError as error:
             raise CommandFailed(f"{options.json} cannot be written: {error}") from error
     if comparison is not None and engine.info.numbers == "float32":
         _check_tokens(comparison)
+
+
+def _beside(options: argparse.Namespace, bench: Bench, workload: Workload) -> Throughput | None:
+    """The workload once more beside --busy-neighbour processes."""
+    if options.busy_neighbour is None:
+        return None
+    from octavo.core.entry.bench.neighbours import spinning
+
+    with spinning(options.busy_neighbour):
+        return bench.run(workload.again().items)
 
 
 def _check_tokens(comparison: Comparison) -> None:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.core.config import EngineConfig
 
 
 def count(text: str) -> int:
@@ -29,3 +36,47 @@ def add_output_options(group: Any) -> None:
         metavar="DIR",
         help="write figures here, as PNG and SVG (needs octavo[bench])",
     )
+
+
+def add_table_options(group: Any) -> None:
+    """How a measurement is printed."""
+    group.add_argument("--markdown", action="store_true", help="print Markdown tables")
+
+
+def add_record_options(group: Any) -> None:
+    """How a measurement is printed, and where else it goes; it has no figure."""
+    add_table_options(group)
+    group.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
+
+
+@contextmanager
+def watched(
+    options: argparse.Namespace, config: EngineConfig
+) -> Iterator[Callable[[dict[str, Any], Any], None]]:
+    """Warns on standard error where the machine is not left alone before or meanwhile.
+
+    Yields a function that takes what was measured and the engine's info (or None); at the end that is
+    written to --json, with the machine and the configuration.
+    """
+    import msgspec
+
+    from octavo.core.entry.bench.machine import LoadMeter, describe, idle_warning
+    from octavo.core.entry.bench.stats import write_json
+
+    warning = idle_warning()
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
+    found: dict[str, Any] = {"format": 1}  # counts changes of the meaning
+
+    def record(values: dict[str, Any], info: Any) -> None:
+        found.update(values, engine=msgspec.to_builtins(info))
+
+    meter = LoadMeter()
+    yield record
+    load = meter.read()
+    if load is not None and load.disturbed:
+        warning = f"meanwhile {load}"
+        print(f"warning: {warning}", file=sys.stderr)
+    if options.json is not None:
+        found.update(machine=describe(), config=dataclasses.asdict(config), disturbed=warning)
+        write_json(options.json, found)

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "octavo_cpu.h"
+#include "runtime.h"
 #include "table.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -89,6 +90,15 @@ struct Choice {
   }
 } choice;
 
+// A kernel that is a phase by itself; products and whole layers count their own.
+template <class F, class... A>
+auto timed(int phase, F kernel, A... arguments) {
+  octavo::Laps laps;
+  const auto result = kernel(arguments...);
+  laps(phase);
+  return result;
+}
+
 }  // namespace
 
 extern "C" {
@@ -105,42 +115,42 @@ int octavo_force_isa(const char *name) {
 }
 int octavo_write_kv(const octavo_write_step *step, void *k_cache, void *v_cache, const void *k,
                     const void *v) {
-  return choice.table->write_kv(step, k_cache, v_cache, k, v);
+  return timed(OCTAVO_ROTARY_AND_KV, choice.table->write_kv, step, k_cache, v_cache, k, v);
 }
 int octavo_paged_attention(const octavo_attention_step *step, const octavo_attention_layer *layer,
                            void *out, const void *q, const void *k_cache, const void *v_cache) {
-  return choice.table->paged_attention(step, layer, out, q, k_cache, v_cache);
+  return timed(OCTAVO_ATTENTION, choice.table->paged_attention, step, layer, out, q, k_cache, v_cache);
 }
 int octavo_rms_norm(const octavo_norm *p, void *out, const void *x, const void *weight) {
-  return choice.table->rms_norm(p, out, x, weight);
+  return timed(OCTAVO_NORM, choice.table->rms_norm, p, out, x, weight);
 }
 int octavo_add_rms_norm(const octavo_norm *p, void *out, void *residual,
                         int64_t residual_row_stride, const void *x, const void *weight) {
-  return choice.table->add_rms_norm(p, out, residual, residual_row_stride, x, weight);
+  return timed(OCTAVO_NORM, choice.table->add_rms_norm, p, out, residual, residual_row_stride, x, weight);
 }
 int octavo_rotary(void *q, void *k, const void *positions, int positions_are_64,
                   const float *cos_sin, int64_t tokens, int q_heads, int kv_heads, int head_size,
                   int rotary_dim, int64_t q_row_stride, int64_t k_row_stride, int style,
                   int dtype) {
-  return choice.table->rotary(q, k, positions, positions_are_64, cos_sin, tokens, q_heads,
+  return timed(OCTAVO_ROTARY_AND_KV, choice.table->rotary, q, k, positions, positions_are_64, cos_sin, tokens, q_heads,
                               kv_heads, head_size, rotary_dim, q_row_stride, k_row_stride, style,
                               dtype);
 }
 int octavo_act_and_mul(void *out, const void *gate_up, int64_t rows, int64_t n,
                        int64_t out_row_stride, int64_t x_row_stride, int kind, int dtype) {
-  return choice.table->act_and_mul(out, gate_up, rows, n, out_row_stride, x_row_stride, kind,
+  return timed(OCTAVO_ACTIVATION, choice.table->act_and_mul, out, gate_up, rows, n, out_row_stride, x_row_stride, kind,
                                    dtype);
 }
 int octavo_sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab,
                   int64_t row_stride, const float *temperature, const int32_t *top_k,
                   const float *top_p, const float *min_p, const uint64_t *seed,
                   const uint64_t *counter) {
-  return choice.table->sample(out, logits, rows, vocab, row_stride, temperature, top_k, top_p,
+  return timed(OCTAVO_SAMPLE, choice.table->sample, out, logits, rows, vocab, row_stride, temperature, top_k, top_p,
                               min_p, seed, counter);
 }
 int octavo_token_logprobs(float *logprob, int64_t *rank, float *logsumexp, const float *logits,
                           const int64_t *ids, int64_t rows, int64_t vocab, int64_t row_stride) {
-  return choice.table->token_logprobs(logprob, rank, logsumexp, logits, ids, rows, vocab,
+  return timed(OCTAVO_SAMPLE, choice.table->token_logprobs, logprob, rank, logsumexp, logits, ids, rows, vocab,
                                       row_stride);
 }
 int64_t octavo_weight_bytes(const octavo_weight *w) { return choice.table->weight_bytes(w); }
@@ -153,7 +163,7 @@ int octavo_pack_codes(const octavo_weight *w, const void *codes, const void *sca
   return choice.table->pack_codes(w, codes, scales, minima);
 }
 int octavo_unpack_rows(const octavo_weight *w, float *out, const int64_t *rows, int64_t count) {
-  return choice.table->unpack_rows(w, out, rows, count);
+  return timed(OCTAVO_EMBEDDING, choice.table->unpack_rows, w, out, rows, count);
 }
 int octavo_linear(const octavo_weight *w, float *out, int64_t out_row_stride, const float *x,
                   int64_t x_row_stride, int64_t rows, const float *bias) {
@@ -162,4 +172,6 @@ int octavo_linear(const octavo_weight *w, float *out, int64_t out_row_stride, co
 int octavo_decoder_layer(const octavo_layer *layer, const octavo_layer_step *step, float *x) {
   return choice.table->decoder_layer(layer, step, x);
 }
+double octavo_peak(int kind, int64_t rounds) { return choice.table->peak(kind, rounds); }
+uint32_t octavo_read(const void *data, int64_t bytes) { return choice.table->read(data, bytes); }
 }

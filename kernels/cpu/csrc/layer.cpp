@@ -30,17 +30,24 @@ int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // The layer's product w of x, which is [rows, w.k] float32: quantised first if w is.
 void product(const octavo_weight &w, const float *x, int64_t rows, char *codes, const Epilogue &e) {
-  if (!is_integer(w)) return multiply(w, x, w.k, nullptr, rows, e);
+  octavo::Laps laps;
+  if (!is_integer(w)) {
+    multiply(w, x, w.k, nullptr, rows, e);
+    return laps(OCTAVO_LINEAR);
+  }
   const Quantized q = quantized_at(w, rows, codes);
   over_rows(rows, w.k, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) quantize_row(x + i * w.k, w.k, q, i);
   });
+  laps(OCTAVO_QUANTIZE);
   multiply(w, nullptr, 0, &q, rows, e);
+  laps(OCTAVO_LINEAR);
 }
 
 // The same of norm(x): each row is normed and quantised in one go.
 void normed_product(const octavo_layer &l, const float *norm, const octavo_weight &w, const float *x,
                     int64_t rows, const Buffers &b, const Epilogue &e) {
+  octavo::Laps laps;
   const bool integer = is_integer(w);
   Quantized q = {};
   if (integer) q = quantized_at(w, rows, b.codes);
@@ -50,7 +57,9 @@ void normed_product(const octavo_layer &l, const float *norm, const octavo_weigh
       if (integer) quantize_row(b.normed + i * w.k, w.k, q, i);
     }
   });
+  laps(OCTAVO_NORM);
   multiply(w, b.normed, w.k, integer ? &q : nullptr, rows, e);
+  laps(OCTAVO_LINEAR);
 }
 
 void rotate_and_store(const octavo_layer &l, const octavo_layer_step &step, float *qkv) {
@@ -106,9 +115,12 @@ int decoder_layer(const octavo_layer *layer, const octavo_layer_step *step, floa
   Epilogue e = {b.qkv, l.qkv.n};
   e.bias = l.qkv_bias;
   normed_product(l, l.norm_1, l.qkv, x, rows, b, e);
+  octavo::Laps laps;
   rotate_and_store(l, *step, b.qkv);
+  laps(OCTAVO_ROTARY_AND_KV);
   const int status = paged_attention(&a, &l.attention, b.mixed, b.qkv, l.k_cache, l.v_cache);
   if (status) return status;
+  laps(OCTAVO_ATTENTION);
   e = {x, hidden};
   e.bias = l.out_bias;
   e.add = true;

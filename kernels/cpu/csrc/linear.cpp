@@ -480,10 +480,12 @@ int linear(const octavo_weight *w, float *out, int64_t out_stride, const float *
            int64_t x_stride, int64_t rows, const float *bias) {
   if (!valid(*w)) return OCTAVO_BAD_ARGUMENT;
   if (rows <= 0) return OCTAVO_OK;
+  octavo::Laps laps;
   Epilogue e = {out, out_stride};
   e.bias = bias;
   if (!is_integer(*w)) {
     multiply(*w, x, x_stride, nullptr, rows, e);
+    laps(OCTAVO_LINEAR);
     return OCTAVO_OK;
   }
   void *memory = octavo::scratch(size_t(quantized_bytes(*w, rows)));
@@ -492,7 +494,9 @@ int linear(const octavo_weight *w, float *out, int64_t out_stride, const float *
   parallel(rows, 1 + 16384 / (w->k + 1), octavo::max_threads(), [&](int, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) quantize_row(x + i * x_stride, w->k, q, i);
   });
+  laps(OCTAVO_QUANTIZE);
   multiply(*w, nullptr, 0, &q, rows, e);
+  laps(OCTAVO_LINEAR);
   return OCTAVO_OK;
 }
 

@@ -33,6 +33,21 @@ OCTAVO_API int octavo_force_isa(const char *name);
 OCTAVO_API int octavo_set_threads(int threads, int spins);
 OCTAVO_API int octavo_threads(void);
 
+/* --- where the time goes, and what the machine could do --- */
+enum octavo_phase { /* in a fused layer norms quantise what they make: that counts as norm */
+  OCTAVO_LINEAR = 0, OCTAVO_ATTENTION, OCTAVO_NORM, OCTAVO_ROTARY_AND_KV, OCTAVO_ACTIVATION,
+  OCTAVO_QUANTIZE, OCTAVO_EMBEDDING, OCTAVO_SAMPLE, OCTAVO_PHASES
+};
+/* Sets the counters to zero and switches them on or off. They belong to one calling thread. */
+OCTAVO_API void octavo_profile(int enable);
+OCTAVO_API void octavo_profile_read(double *seconds); /* [OCTAVO_PHASES] since octavo_profile */
+enum octavo_peak_kind { OCTAVO_PEAK_F32 = 0, OCTAVO_PEAK_INT8 = 1 };
+/* Multiplies and adds in registers alone, on all threads: `rounds` for each of many pieces. Returns how
+ * many operations were done (a multiply-add is two), or negative for an unknown kind. */
+OCTAVO_API double octavo_peak(int kind, int64_t rounds);
+/* Reads memory front to back on all threads; bytes: a multiple of 64. Returns the XOR of its words. */
+OCTAVO_API uint32_t octavo_read(const void *data, int64_t bytes);
+
 /* --- KV cache: K [blocks, kv_heads, head_size, block_size],
  *               V [blocks, kv_heads, block_size, head_size_v] --- */
 typedef struct {

@@ -10,6 +10,7 @@
 #include <new>
 
 #include <pthread.h>
+#include <time.h>
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -216,9 +217,26 @@ void *scratch(size_t bytes, int level) {
   return b.memory;
 }
 
+bool g_profile = false;
+static double g_seconds[OCTAVO_PHASES];
+
+double seconds() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return double(t.tv_sec) + double(t.tv_nsec) * 1e-9;
+}
+void add_seconds(int phase, double spent) { g_seconds[phase] += spent; }
+
 }  // namespace octavo
 
 extern "C" {
+void octavo_profile(int enable) {
+  for (double &s : octavo::g_seconds) s = 0;
+  octavo::g_profile = enable != 0;
+}
+void octavo_profile_read(double *seconds) {
+  for (int i = 0; i < OCTAVO_PHASES; ++i) seconds[i] = octavo::g_seconds[i];
+}
 int octavo_set_threads(int threads, int spins) {
   if (spins >= 0) octavo::g_spins = spins;
   octavo::resize(threads);

@@ -19,4 +19,20 @@ void parallel_for(int64_t n, int64_t grain, int threads,
 // Level 0 is for an op, 1 for what calls ops, 2 for what an op needs beside its level 0.
 void *scratch(size_t bytes, int level = 0);
 
+// Where a call's time goes, when it is asked for: between two laps of the calling thread, waiting for
+// its workers included.
+extern bool g_profile;
+double seconds();                    // a monotonic clock
+void add_seconds(int phase, double); // one caller at a time: the step loop has one thread
+
+struct Laps {
+  double at = __builtin_expect(g_profile, false) ? seconds() : 0;
+  void operator()(int phase) {
+    if (__builtin_expect(!g_profile, true)) return;
+    const double now = seconds();
+    add_seconds(phase, now - at);
+    at = now;
+  }
+};
+
 }  // namespace octavo

@@ -18,4 +18,6 @@ struct KernelTable {
   decltype(&octavo_unpack_rows) unpack_rows;
   decltype(&octavo_linear) linear;
   decltype(&octavo_decoder_layer) decoder_layer;
+  decltype(&octavo_peak) peak;
+  decltype(&octavo_read) read;
 };

@@ -32,6 +32,8 @@ int pack_weight(const octavo_weight *, const void *const *, const int64_t *, int
 int unpack_rows(const octavo_weight *, float *, const int64_t *, int64_t);
 int decoder_layer(const octavo_layer *, const octavo_layer_step *, float *);
 int linear(const octavo_weight *, float *, int64_t, const float *, int64_t, int64_t, const float *);
+double peak(int, int64_t);
+uint32_t read(const void *, int64_t);
 
 // parallel(n, grain, threads, f): f(slot, begin, end) over [0, n); see runtime.h.
 template <class F>
