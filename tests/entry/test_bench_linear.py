@@ -30,9 +30,9 @@ def test_shapes_are_the_models_own() -> None:
         WeightSpec("e", "embedding", (("e", (101, 32)),)),
         *(WeightSpec(f"{i}", "linear", (("a", (40, 32)), ("b", (24, 32)))) for i in range(3)),
         WeightSpec("n", "norm", (("n", (32,)),)),
-        WeightSpec("lm_head.weight", "linear", (("e", (101, 32)),), alias="e"),
+        WeightSpec("lm_head.weight", "head", (("e", (101, 32)),), alias="e"),
     ]
-    assert shapes_of(specs, 101) == [Shape(64, 32, 3, False), Shape(101, 32, 1, True)]
+    assert shapes_of(specs) == [Shape(64, 32, 3, False), Shape(101, 32, 1, True)]
 
 
 def test_the_whole_model_counts_every_product() -> None:

@@ -117,11 +117,11 @@ def _of_weight(
         return [("elementwise", Work(bytes=tokens * shape.hidden_size * bytes_per_weight(dtype)))]
     if spec.role == "norm":
         return [("elementwise", Work(float32=float(_NORM * tokens * spec.shape[0])))]
-    if spec.role != "linear":
+    if spec.role not in ("linear", "head"):
         return []
     n, k = spec.shape
     form = spec.scheme or dtype
-    head = n == shape.vocab_size
+    head = spec.role == "head"
     rows = draws if head else tokens
     operations = 2.0 * rows * n * k
     size = n * k * bytes_per_weight(form) + (4.0 * rows * n if head else 0.0)

@@ -61,10 +61,11 @@ class Case:
         return 2e-9 * self.rows * self.shape.n * self.shape.k / seconds
 
 
-def shapes_of(specs: Iterable[WeightSpec], vocabulary: int) -> list[Shape]:
+def shapes_of(specs: Iterable[WeightSpec]) -> list[Shape]:
     """The products of a model, each kind once."""
-    found = Counter(spec.shape for spec in specs if spec.role == "linear")
-    return [Shape(n, k, count, n == vocabulary) for (n, k), count in found.items()]
+    products = (spec for spec in specs if spec.role in ("linear", "head"))
+    found = Counter((*spec.shape, spec.role == "head") for spec in products)
+    return [Shape(n, k, count, head) for (n, k, head), count in found.items()]
 
 
 def chosen(

@@ -10,7 +10,14 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry.bench.counting import PHASES, Work, step_work
 from octavo.core.entry.bench.stats import columns, markdown, milliseconds
 from octavo.core.entry.bench.steps import Step, Steps, median_step, sized
-from octavo.core.entry.wiring import Phases, build_engine, design, make_model, resolve_device
+from octavo.core.entry.wiring import (
+    Phases,
+    build_engine,
+    design,
+    make_model,
+    place_weights,
+    resolve_device,
+)
 from octavo.core.instruments import Instruments, Peaks
 
 if TYPE_CHECKING:
@@ -77,7 +84,7 @@ def described(config: EngineConfig, files: ModelFiles) -> tuple[list[WeightSpec]
     resolved = resolve_device(config.device)
     made = design(config, files, resolved, Phases())
     model = make_model(made, files, resolved.backend.ops(resolved.device))
-    return list(model.specs()), made
+    return list(place_weights(made, model, Phases()).specs), made
 
 
 def measure(
@@ -120,7 +127,7 @@ def measure(
         Case(name, step, step_work(specs, shape, dtype, step.chunks))
         for name, step in found.items()
     ]
-    forms = {spec.scheme or dtype: None for spec in specs if spec.role == "linear"}
+    forms = {spec.scheme or dtype: None for spec in specs if spec.role in ("linear", "head")}
     return Roofline(engine.info, " and ".join(forms), peaks, cases)
 
 

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
         paths, refused = instruments.linear_paths()
         with watched(options, config) as record:
             cases = linear.measure(
-                linear.shapes_of(specs, made.shape.vocab_size),
+                linear.shapes_of(specs),
                 linear.chosen(paths, options.formats),
                 options.rows,
                 options.passes,
