@@ -68,6 +68,7 @@ LESS = {  # a benchmark on little work: here it must run, not measure
     "octavo bench serve": "--num-requests 2 --workload single",
     "octavo bench latency": "--output-len 4 --repeats 1",
     "octavo bench startup": "--repeats 1",
+    "octavo bench perplexity": "--num-tokens 64",
 }
 
 
