@@ -35,7 +35,7 @@ def octavo_models() -> Mapping[str, str]:  # type: ignore[empty-body]
 @hookspec
 def octavo_quantization_schemes() -> Mapping[str, str]:  # type: ignore[empty-body]
     """Quantisation schemes by name (of `--quantization`, or a checkpoint's `quant_method`), as
-    "module:class" of a `octavo.core.quantization.base.Scheme`; imported when needed."""
+    "module:class" of an `octavo.plugins.Scheme`; imported when needed."""
 
 
 @hookspec(firstresult=True)

@@ -73,6 +73,7 @@ LESS = {  # a benchmark on little work: here it must run, not measure
     "octavo bench roofline": "--prefill 32 --batch 2 --context 32 --repeats 2",
     "octavo bench linear": "--rows 2 --passes 1",
     "octavo bench scaling": "--batch 1,2 --context 64,128 --repeats 2",
+    "octavo bench perplexity": "--num-tokens 64",
 }
 
 

@@ -64,8 +64,8 @@ class Case:
 def shapes_of(specs: Iterable[WeightSpec]) -> list[Shape]:
     """The products of a model, each kind once."""
     products = (spec for spec in specs if spec.role in ("linear", "head"))
-    found = Counter((*spec.shape, spec.role == "head") for spec in products)
-    return [Shape(n, k, count, head) for (n, k, head), count in found.items()]
+    found = Counter((spec.shape, spec.role) for spec in products)
+    return [Shape(n, k, count, role == "head") for ((n, k), role), count in found.items()]
 
 
 def chosen(
