@@ -122,6 +122,13 @@ class EngineConfig:
             "metavar": "DIR",
         },
     )
+    packed_cache: bool | None = field(
+        default=None,
+        metadata={
+            "help": "keep packed weights in the cache folder, for the next start to map; without it "
+            "where that is worth a file"
+        },
+    )
     load_progress: bool = field(default=True, metadata={"help": "bars while fetching and loading"})
 
     def __post_init__(self) -> None:
@@ -132,9 +139,9 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"{name} must be a word or path, got {value!r}")
-        for name in ("enable_prefix_caching", "load_progress"):
+        for name in ("enable_prefix_caching", "load_progress", "packed_cache"):
             value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and (name, value) != ("packed_cache", None):
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
         for name in (
             "max_model_len",

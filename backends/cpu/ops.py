@@ -61,8 +61,10 @@ def _steps(meta: TorchInputs) -> dict[Any, Any]:
     return steps
 
 
-FLOAT_FORMATS = ("float32", "float16", "bfloat16")
-QUANTIZED_FORMATS = ("int8", "int4")
+def _unpacked(spec: WeightSpec, dtype: str) -> lib.PackedWeight:
+    n, k = spec.shape
+    return lib.PackedWeight(n, k, spec.scheme or dtype, gated=spec.gated)
+
 
 COVERED = (
     "linear",
@@ -138,9 +140,27 @@ class CpuOps(Ops):
         if spec.role in ("norm", "bias"):
             small: torch.Tensor = super().pack_weight(parts, spec, "float32")
             return small
-        n, k = spec.shape
-        weight = lib.PackedWeight(n, k, spec.scheme or dtype, gated=spec.gated)
-        return weight.pack([parts[name] for name, _ in spec.parts])
+        return _unpacked(spec, dtype).pack([parts[name] for name, _ in spec.parts])
+
+    def packed_key(self) -> str:
+        return f"cpu/{lib.PACKING}/{lib.isa()}"
+
+    def store_packed(
+        self, packed: torch.Tensor | lib.PackedWeight, spec: WeightSpec
+    ) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed.view(torch.uint8).flatten()
+        assert packed.buffer is not None
+        return packed.buffer
+
+    def load_packed(
+        self, data: torch.Tensor, spec: WeightSpec, dtype: str
+    ) -> torch.Tensor | lib.PackedWeight:
+        if spec.role in ("norm", "bias"):
+            return data.view(torch.float32).view(spec.shape)
+        weight = _unpacked(spec, dtype)
+        weight.place(data)
+        return weight
 
     def embedding(self, ids: torch.Tensor, weight: lib.PackedWeight) -> torch.Tensor:
         out = torch.empty(ids.shape[0], weight.k)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry import wiring
 from octavo.core.loading.files import ModelFiles
+from octavo.core.loading.packing import check_weights
 from octavo.core.loading.progress import Progress
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _check_header(model: Model, files: ModelFiles, phases: wiring.Phases) -> Non
 
     source = open_weights(files)
     try:
-        wiring.check_weights(model, source)
+        check_weights(model, source)
     finally:
         source.close()
 

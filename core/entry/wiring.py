@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.core.admission import SchedulerLimits
 from octavo.core.bad_words import VocabularyIndex
@@ -19,13 +19,11 @@ from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
+from octavo.core.loading.packing import load_weights
 from octavo.core.loading.progress import Progress, SilentProgress
 from octavo.core.models.base import ARCHITECTURES, Model, model_class
 from octavo.core.scheduler import Scheduler
 from octavo.plugins.manager import Resolved, plugins
-
-if TYPE_CHECKING:
-    from octavo.core.loading.weights import WeightSource
 
 DEFAULT_KV_BYTES = 4 << 30
 DEFAULT_KV_FRACTION = 0.5
@@ -111,9 +109,14 @@ def build_engine(
         ops = backend.ops(device)
         model = make_model(made, files, ops)
     with phases("load weights"):
-        weights = _load_weights(model, files, ops, made.dtype, limits.max_model_len, progress)
+        loaded = load_weights(model, files, ops, made.dtype, progress, config.packed_cache)
+        phases.notes.extend(loaded.notes)
+        weights = loaded.weights
+        for name, table in model.tables(limits.max_model_len).items():
+            weights[name] = table.to(ops.device)
     with phases("allocate KV cache"):
-        free = backend.memory(device).free  # what the loaded weights have left
+        # What the loaded weights have left: a mapped file's pages count as free, but are in use.
+        free = max(0, backend.memory(device).free - loaded.mapped_bytes)
         num_blocks, block_bytes = size_kv(config, made, ops, free)
         max_len = context_length(config, limits, plan, num_blocks, phases)
         kv = ops.alloc_kv(shape.kv, num_blocks, plan.block_size)
@@ -335,59 +338,12 @@ def _validated(
     return plan
 
 
-def _load_weights(
-    model: Model, files: ModelFiles, ops: Ops, dtype: str, max_positions: int, progress: Progress
-) -> dict[str, Any]:
-    from octavo.core.loading.weights import open_weights
-
-    source = open_weights(files)
-    try:
-        specs = list(model.specs())
-        check_weights(model, source)
-        task = progress.task("loading weights", len(specs))
-        weights: dict[str, Any] = {}
-        packed: dict[str, Any] = {}
-        for spec in specs:
-            if (
-                spec.alias in packed
-            ):  # tied: one tensor for both, unless the backend lays them apart
-                weights[spec.name] = ops.tied_weight(packed[spec.alias], spec)
-            else:
-                parts = {name: source.get(name) for name, _ in spec.parts}
-                weights[spec.name] = packed[spec.name] = ops.pack_weight(parts, spec, dtype)
-            task.advance(1)
-        task.close()
-    finally:
-        source.close()
-    for name, table in model.tables(max_positions).items():
-        weights[name] = table.to(ops.device)
-    return weights
-
-
 def weight_bytes(model: Model, dtype: str) -> int:
     """Bytes of a model's weights on a device; a tied one counts once."""
     specs = list(model.specs())
     names = {spec.name for spec in specs}
     elements = sum(math.prod(spec.shape) for spec in specs if spec.alias not in names)
     return elements * {"float32": 4}.get(dtype, 2)
-
-
-def check_weights(model: Model, source: WeightSource) -> None:
-    """Refuses a checkpoint whose tensors are not the model's, by names and shapes alone.
-
-    Raises:
-        WeightsError: what is missing, unexpected or misshapen.
-    """
-    from octavo.core.loading.weights import check_names
-
-    expected = {name: shape for spec in model.specs() for name, shape in spec.parts}
-    check_names(expected, source.names(), ignore=_ignorable(model, source, expected))
-
-
-def _ignorable(model: Model, source: WeightSource, expected: Mapping[str, Any]) -> list[str]:
-    """Tensors that may stand in a checkpoint unused: old buffers, and a head that is tied."""
-    unused = [n for n in source.names() if n.endswith(model.ignored_tensors)]
-    return unused + ["lm_head.weight"] * ("lm_head.weight" not in expected)
 
 
 def kv_block_bytes(made: Design, ops: Ops) -> int:

@@ -44,6 +44,7 @@ from octavo.kernels.cpu.steps import (
 )
 from octavo.kernels.cpu.threads import core_count, set_threads, threading, threads
 from octavo.kernels.cpu.weights import (
+    PACKING,
     DecoderLayer,
     LayerStep,
     PackedWeight,
@@ -61,6 +62,7 @@ NEOX, INTERLEAVED = 0, 1
 ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 __all__ = [
+    "PACKING",
     "ACTIVATIONS",
     "BF16",
     "BLOCK_MULTIPLE",
