@@ -10,6 +10,16 @@ socket.
 
 from __future__ import annotations
 
+import gc
+
+from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
+from octavo.core.entry.preload import preload_torch
+
+if __name__ == "__main__":  # before the other imports: torch's library loads beside them
+    prepare_thread_environment()
+    gc.disable()  # until everything is there that stays
+    preload_torch()
+
 import contextlib
 import importlib
 import io
@@ -25,7 +35,6 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
 from octavo.core.entry import messages
 from octavo.core.loading.errors import ModelError
 from octavo.core.types import ParamError, RequestRefused
@@ -33,7 +42,6 @@ from octavo.core.types import ParamError, RequestRefused
 
 def main() -> None:
     """Builds the engine and serves it until told to stop."""
-    prepare_thread_environment()  # before anything imports torch
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
     link = socket.socket(fileno=int(sys.argv[1]))
@@ -46,6 +54,8 @@ def main() -> None:
         threading.Thread(target=_leave_with_parent, args=(_STDIN,), daemon=True).start()
         config = EngineConfig.from_kwargs(**start.config)
         engine = factory(config, progress=_ForwardedProgress(link))
+        gc.freeze()  # a full collection in the middle of a step would look through all of torch
+        gc.enable()
         link.sendall(messages.encode(messages.Ready(engine.info)))
         EngineLoop(link, engine).run()
     except ConnectionError:

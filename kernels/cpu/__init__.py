@@ -62,7 +62,6 @@ NEOX, INTERLEAVED = 0, 1
 ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 __all__ = [
-    "PACKING",
     "ACTIVATIONS",
     "BF16",
     "BLOCK_MULTIPLE",
@@ -73,6 +72,7 @@ __all__ = [
     "INT8",
     "INTERLEAVED",
     "NEOX",
+    "PACKING",
     "AttentionLayer",
     "AttentionStep",
     "DecoderLayer",
