@@ -111,6 +111,17 @@ class EngineConfig:
     threads: int | None = field(
         default=None, metadata={"help": "CPU threads; default: the cores this process may use"}
     )
+    cpu_affinity: str | None = field(
+        default=None,
+        metadata={
+            "help": "processors to run on: 0-3,8, or node:N; none: all that are allowed",
+            "metavar": "LIST",
+        },
+    )
+    numa_node: int | None = field(
+        default=None,
+        metadata={"help": "memory node to run on: its processors, its memory", "metavar": "N"},
+    )
     seed: int = field(default=0, metadata={"help": "seed of requests that bring none"})
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"}
@@ -159,6 +170,10 @@ class EngineConfig:
             raise ConfigError(
                 "num_kv_blocks must be at least 2, got 1: block 0 is the null block and holds no tokens"
             )
+        if self.cpu_affinity is not None and not isinstance(self.cpu_affinity, str):
+            raise ConfigError(f"cpu_affinity must be text, as '0-3,8', got {self.cpu_affinity!r}")
+        if self.numa_node is not None and not (_whole(self.numa_node) and self.numa_node >= 0):
+            raise ConfigError(f"numa_node must be a whole number, got {self.numa_node!r}")
         if not _whole(self.seed):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         if not (_whole(self.max_logprobs) and self.max_logprobs >= -1):

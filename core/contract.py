@@ -367,9 +367,8 @@ class Ops:
         raise NotImplementedError("no store_packed: `packed_key` was not asked")
 
     def load_packed(self, data: torch.Tensor, spec: WeightSpec, dtype: str) -> PackedWeight:
-        """The packed weight of which `store_packed` gave these bytes, uint8 [bytes] in a mapped file.
-
-        They begin at a multiple of 4096, stay as long as `data`, and must not be written to. Raises
+        """The packed weight of which `store_packed` gave these bytes, uint8 [bytes], often in a mapped
+        file. They begin at a multiple of 64, stay as long as `data`, and must not be written to. Raises
         ValueError for a number of bytes that the weight does not have.
         """
         raise NotImplementedError("no load_packed: `packed_key` was not asked")

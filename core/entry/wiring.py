@@ -22,6 +22,7 @@ from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.packing import load_weights
 from octavo.core.loading.progress import Progress, SilentProgress
 from octavo.core.models.base import ARCHITECTURES, Model, model_class
+from octavo.core.numa import Binding, bind, binding, node_free
 from octavo.core.scheduler import Scheduler
 from octavo.plugins.manager import Resolved, plugins
 
@@ -98,6 +99,7 @@ def build_engine(
     with phases("find device"):
         resolved = resolve_device(config.device)
     backend, device = resolved.backend, resolved.device
+    where = _bind(config, phases)
     with phases("find model"):
         files = files or resolve_model(config, progress)
     with phases("import torch"):
@@ -109,14 +111,17 @@ def build_engine(
         ops = backend.ops(device)
         model = make_model(made, files, ops)
     with phases("load weights"):
-        loaded = load_weights(model, files, ops, made.dtype, progress, config.packed_cache)
+        loaded = load_weights(
+            *(model, files, ops, made.dtype, progress, config.packed_cache),
+            local=where is not None and where.node is not None,
+        )
         phases.notes.extend(loaded.notes)
         weights = loaded.weights
         for name, table in model.tables(limits.max_model_len).items():
             weights[name] = table.to(ops.device)
     with phases("allocate KV cache"):
         # What the loaded weights have left: a mapped file's pages count as free, but are in use.
-        free = max(0, backend.memory(device).free - loaded.mapped_bytes)
+        free = max(0, _free(backend, device, where) - loaded.mapped_bytes)
         num_blocks, block_bytes = size_kv(config, made, ops, free)
         max_len = context_length(config, limits, plan, num_blocks, phases)
         kv = ops.alloc_kv(shape.kv, num_blocks, plan.block_size)
@@ -170,6 +175,27 @@ def build_engine(
         capabilities=asdict(backend.capabilities(device)),
     )
     return Engine(scheduler, runner, info)
+
+
+def _bind(config: EngineConfig, phases: Phases) -> Binding | None:
+    """Takes this thread to the processors that were asked for, before it starts any other."""
+    if config.cpu_affinity is None and config.numa_node is None:
+        return None
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("--cpu-affinity and --numa-node: not on this system; leave them out")
+    allowed = frozenset(os.sched_getaffinity(0))
+    where = binding(config.cpu_affinity, config.numa_node, allowed)
+    if where is not None:
+        bind(where)
+        phases.notes.extend([where.note] if where.note else [])
+    return where
+
+
+def _free(backend: Backend, device: str, where: Binding | None) -> int:
+    """Bytes of memory free, on the node that this engine is bound to if it is to one."""
+    free = backend.memory(device).free
+    on_node = node_free(where.node) if where is not None and where.node is not None else None
+    return free if on_node is None else min(free, on_node)
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,14 @@ def load_weights(
     dtype: str,
     progress: Progress,
     keep: bool | None = None,
+    *,
+    local: bool = False,
 ) -> Loaded:
     """Maps or packs all weights of a model.
 
     keep: whether packed weights are kept for the next start; None: when that is worth it.
+    local: in memory of this process alone, on the memory node where it runs: a mapped file's pages
+    stay on that of whoever read them first.
 
     Raises:
         ModelError: the checkpoint cannot be read, or its tensors are not the model's.
@@ -70,7 +74,7 @@ def load_weights(
         try:
             data = kept.read()
             if data is not None:
-                return _mapped(data, specs, ops, dtype)
+                return _mapped(data, specs, ops, dtype, local)
         except UnusableError as error:
             notes.append(f"packed weights in {kept.path} are not used: {error}")
     started = time.perf_counter()
@@ -117,17 +121,20 @@ def _own(specs: Sequence[WeightSpec]) -> list[WeightSpec]:
     return [spec for spec in specs if spec.alias not in names]
 
 
-def _mapped(data: Mapping[str, Bytes], specs: Sequence[WeightSpec], ops: Ops, dtype: str) -> Loaded:
+def _mapped(
+    data: Mapping[str, Bytes], specs: Sequence[WeightSpec], ops: Ops, dtype: str, local: bool
+) -> Loaded:
     import torch
 
     weights: dict[str, PackedWeight] = {}
     try:
         for spec in _own(specs):
-            weights[spec.name] = ops.load_packed(torch.from_numpy(data[spec.name]), spec, dtype)
+            mapped = torch.from_numpy(data[spec.name])
+            weights[spec.name] = ops.load_packed(mapped.clone() if local else mapped, spec, dtype)
     except (KeyError, ValueError, RuntimeError) as error:
         raise UnusableError(f"{spec.name} is not what it should be ({error})") from error
     _tie(weights, specs, ops)
-    return Loaded(weights, sum(array.nbytes for array in data.values()))
+    return Loaded(weights, 0 if local else sum(array.nbytes for array in data.values()))
 
 
 def _packed(
