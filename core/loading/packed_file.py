@@ -8,6 +8,8 @@ a machine that lost power leaves behind shows there, while a whole file is mappe
 A file appears by one rename after it has reached the disk, so it is whole or absent. The folder may
 be read-only, the disk full, the file of another version: whoever reads or writes is told why it
 cannot be used, and packs.
+
+`origin` is where the model lies; a file whose model is gone is of no use to anybody.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,7 @@ class PackedFile:
 
     path: Path
     key: Mapping[str, Any]
+    origin: str
 
     def read(self) -> dict[str, Bytes] | None:
         """Each weight's bytes (uint8, 4096-byte aligned, private pages of the mapped file); None
@@ -129,9 +132,24 @@ class PackedFile:
         size: int,
     ) -> bytes:
         table = {n: (start + offsets[n], d.nbytes, sums[n]) for n, d in weights.items()}
-        header = {"key": dict(self.key), "size": size, "weights": table}
+        header = {"origin": self.origin, "key": dict(self.key), "size": size, "weights": table}
         text = json.dumps(header).encode()
         return MAGIC + len(text).to_bytes(8, "little") + text
+
+
+def remove_orphans(paths: Iterable[Path]) -> None:
+    """Deletes those files of packed weights whose model is no longer where it was."""
+    for path in paths:
+        try:
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            ):
+                origin = _header(data)["origin"]
+            if not Path(origin).exists():
+                path.unlink()
+        except (OSError, ValueError, KeyError, TypeError, UnusableError):
+            continue  # not ours, or not for us to delete
 
 
 def _header(data: mmap.mmap) -> dict[str, Any]:

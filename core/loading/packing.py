@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import octavo
 from octavo.core.contract import Ops, PackedWeight, WeightSpec
 from octavo.core.loading.files import ModelFiles, file_identity
-from octavo.core.loading.packed_file import SUFFIX, PackedFile, UnusableError
+from octavo.core.loading.packed_file import SUFFIX, PackedFile, UnusableError, remove_orphans
 from octavo.core.loading.progress import Progress
 from octavo.core.memory import host_memory
 
@@ -105,7 +105,7 @@ def packed_file(
     # One file for each way to pack: what else the key says makes a file stale, to be written over.
     way = hashlib.sha256(json.dumps([layout, described]).encode()).hexdigest()[:8]
     name = "-".join([dtype, *schemes, way]) + SUFFIX
-    return PackedFile(files.derived_dir / FOLDER / name, key)
+    return PackedFile(files.derived_dir / FOLDER / name, key, str(files.path))
 
 
 def _identity(files: ModelFiles) -> list[Any]:
@@ -220,6 +220,8 @@ def _keep(
     def write() -> None:
         try:
             kept.write(data)
+            # Those of other local models, if this is one: their folders are this one's neighbours.
+            remove_orphans(kept.path.parents[2].glob(f"*/{FOLDER}/*{SUFFIX}"))
         except OSError as error:
             log.warning("packed weights (%s) are not kept for the next start: %s", shown, error)
 

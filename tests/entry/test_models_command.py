@@ -113,8 +113,9 @@ def expected() -> dict[str, Any]:
 
 def answers(model: str) -> dict[str, Any]:
     config = EngineConfig(
-        model=model, device="cpu", dtype="float32", max_model_len=256, load_progress=False
-    )
+        model=model, device="cpu", dtype="float32", max_model_len=256, load_progress=False,
+        packed_cache=False,
+    )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=12)
     with LLM.from_config(config) as llm:
         chat = llm.render_chat(CHAT)
