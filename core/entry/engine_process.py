@@ -10,17 +10,8 @@ socket.
 
 from __future__ import annotations
 
-import gc
-
-from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
-from octavo.core.entry.preload import preload_torch
-
-if __name__ == "__main__":  # before the other imports: torch's library loads beside them
-    prepare_thread_environment()
-    gc.disable()  # until everything is there that stays
-    preload_torch()
-
 import contextlib
+import gc
 import importlib
 import io
 import itertools
@@ -35,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
 from octavo.core.entry import messages
 from octavo.core.loading.errors import ModelError
 from octavo.core.types import ParamError, RequestRefused
@@ -42,6 +34,8 @@ from octavo.core.types import ParamError, RequestRefused
 
 def main() -> None:
     """Builds the engine and serves it until told to stop."""
+    prepare_thread_environment()  # before anything loads torch
+    gc.disable()  # until everything is there that stays
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
     link = socket.socket(fileno=int(sys.argv[1]))

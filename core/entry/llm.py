@@ -62,10 +62,10 @@ class LLM:
 
     def _load(self, config: EngineConfig) -> None:
         prepare_thread_environment()
-        preload_torch()
         with collector_paused():
             from octavo.core.entry.wiring import build_engine
 
+            preload_torch()
             progress = load_progress(config)
             front = load_front(config, progress)
             engine = build_engine(config, files=front.files, progress=progress)

@@ -1,9 +1,9 @@
 """What makes a start shorter: torch's large library loads beside Python's work, and nothing is collected.
 
 Python's imports follow each other whatever threads there are, because each holds the interpreter
-lock. Loading a shared library by a foreign call does not hold it. So the third of torch's import that
-is libtorch goes on in a thread while other modules are imported and the tokenizer is read; torch's
-own import then finds its library loaded.
+lock. Loading a shared library by a foreign call does not hold it. So the part of torch's import that
+is libtorch goes on in a thread while the model is found and the tokenizer is read; torch's own import
+then finds its library loaded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _LIBRARY = "lib/libtorch_cpu.so"
 def preload_torch() -> threading.Thread | None:
     """Begins to load torch's library, and returns the thread that does.
 
-    Returns None where there is nothing to gain: it is loaded, it is not there, one core. Call
-    `prepare_thread_environment` before: the OpenMP runtime comes with it, and looks then.
+    The dynamic linker has one lock: imports of modules that need a library wait for torch's. So call
+    it when those are done, and let Python's own work follow. Returns None where there is nothing to
+    gain: it is loaded, it is not there, one core. Call `prepare_thread_environment` before: the OpenMP
+    runtime comes with it, and looks then.
     """
     if "torch" in sys.modules or sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
         return None
@@ -33,6 +35,10 @@ def preload_torch() -> threading.Thread | None:
     path = Path(spec.origin).parent / _LIBRARY if spec and spec.origin else None
     if path is None or not path.is_file():
         return None
+    import tokenizers
+
+    # When first used it looks functions up, for which it would wait, too.
+    tokenizers.Tokenizer(tokenizers.models.BPE())
     # Not ctypes.CDLL(path), which holds the interpreter lock all the while. An error needs no look:
     # torch's import will meet it, too.
     dlopen = ctypes.CDLL(None).dlopen

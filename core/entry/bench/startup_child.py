@@ -14,7 +14,6 @@ from typing import Any  # noqa: E402
 
 from octavo.core.config import prepare_thread_environment  # noqa: E402
 from octavo.core.entry.cli.options import add_engine_options, engine_config  # noqa: E402
-from octavo.core.entry.preload import preload_torch  # noqa: E402
 
 PROMPT = "The first letters of the alphabet are"
 
@@ -26,7 +25,6 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_engine_options(parser)
     config = engine_config(parser.parse_args(arguments))
-    preload_torch()
     from octavo.core.entry.llm import LLM
     from octavo.core.types import SamplingParams
 

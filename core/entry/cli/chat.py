@@ -9,7 +9,6 @@ from octavo.core.config import ConfigError, prepare_thread_environment, state_di
 from octavo.core.entry.cli.options import add_engine_options, add_options, settings_of
 from octavo.core.entry.cli.sampling import CHAT, add_sampling_options, sampling_values
 from octavo.core.entry.cli.settings import ENGINE, SERVER, engine_values
-from octavo.core.entry.preload import preload_torch
 
 _KEY = replace(
     next(setting for setting in SERVER if setting.name == "api_key"),
@@ -65,7 +64,6 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("--api-key needs --url")
     config = engine_values(values)
     prepare_thread_environment()
-    preload_torch()  # loads beside the imports that follow
     from octavo.core.entry.llm import LLM
 
     with LLM.from_config(config) as llm:

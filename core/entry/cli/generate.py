@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
+from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry.cli.failure import CommandFailed
 from octavo.core.entry.cli.options import add_engine_options, engine_config
 from octavo.core.entry.cli.prompts import Job, jobs_of
 from octavo.core.entry.cli.sampling import add_sampling_options, sampling_values
-from octavo.core.entry.preload import preload_torch
 
 if TYPE_CHECKING:
     from octavo.core.entry.inputs import Prompt
@@ -70,8 +69,6 @@ def run(options: argparse.Namespace) -> None:
     if options.batch is not None:
         _batch(options, config)
         return
-    prepare_thread_environment()
-    preload_torch()  # loads beside the imports that follow
     from octavo.core.types import SamplingParams
 
     SamplingParams(**values)  # a mistake is told before a model is loaded
