@@ -18,7 +18,7 @@ from octavo.core.contract import Ops, PackedWeight, WeightSpec
 from octavo.core.loading.files import ModelFiles, file_identity
 from octavo.core.loading.packed_file import SUFFIX, PackedFile, UnusableError, remove_orphans
 from octavo.core.loading.progress import Progress
-from octavo.core.memory import host_memory
+from octavo.core.memory import host_memory, trim_heap
 
 if TYPE_CHECKING:
     from octavo.core.loading.packed_file import Bytes
@@ -166,6 +166,7 @@ def _packed(
         task.close()
     finally:
         source.close()
+    trim_heap()  # what unpacking has held for a while: some tens of megabytes
     _tie(weights, specs, ops)
     return weights
 
