@@ -132,6 +132,17 @@ class EngineConfig:
             "measurement said) or measure (first)",
         },
     )
+    cpu_affinity: str | None = field(
+        default=None,
+        metadata={
+            "help": "processors to run on: 0-3,8, or node:N; none: all that are allowed",
+            "metavar": "LIST",
+        },
+    )
+    numa_node: int | None = field(
+        default=None,
+        metadata={"help": "memory node to run on: its processors, its memory", "metavar": "N"},
+    )
     seed: int = field(default=0, metadata={"help": "seed of requests that bring none"})
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"}
@@ -141,6 +152,13 @@ class EngineConfig:
         metadata={
             "help": "where models and what is converted from them are kept",
             "metavar": "DIR",
+        },
+    )
+    packed_cache: bool | None = field(
+        default=None,
+        metadata={
+            "help": "keep packed weights in the cache folder, for the next start to map; without it "
+            "where that is worth a file"
         },
     )
     load_progress: bool = field(default=True, metadata={"help": "bars while fetching and loading"})
@@ -159,9 +177,9 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization must be the name of a scheme, as int8, or None, got {scheme!r}"
             )
-        for name in ("enable_prefix_caching", "load_progress"):
+        for name in ("enable_prefix_caching", "load_progress", "packed_cache"):
             value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and (name, value) != ("packed_cache", None):
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
         for name in (
             "max_model_len",
@@ -179,6 +197,10 @@ class EngineConfig:
             raise ConfigError(
                 "num_kv_blocks must be at least 2, got 1: block 0 is the null block and holds no tokens"
             )
+        if self.cpu_affinity is not None and not isinstance(self.cpu_affinity, str):
+            raise ConfigError(f"cpu_affinity must be text, as '0-3,8', got {self.cpu_affinity!r}")
+        if self.numa_node is not None and not (_whole(self.numa_node) and self.numa_node >= 0):
+            raise ConfigError(f"numa_node must be a whole number, got {self.numa_node!r}")
         if not _whole(self.seed):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         if not (_whole(self.max_logprobs) and self.max_logprobs >= -1):

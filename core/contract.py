@@ -370,6 +370,22 @@ class Ops:
         """Bytes that `pack_weight` makes of such a weight; asked before it is read, too."""
         return portable.weight_bytes(spec, dtype)
 
+    def packed_key(self) -> str | None:
+        """Names the layout that `pack_weight` makes: whatever reads bytes packed under the same name
+        computes the same with them. None: packed weights are not kept on disk."""
+        return None
+
+    def store_packed(self, packed: PackedWeight, spec: WeightSpec) -> torch.Tensor:
+        """A packed weight's bytes on the host, uint8 [bytes]; asked where `packed_key` has a name."""
+        raise NotImplementedError("no store_packed: `packed_key` was not asked")
+
+    def load_packed(self, data: torch.Tensor, spec: WeightSpec, dtype: str) -> PackedWeight:
+        """The packed weight of which `store_packed` gave these bytes, uint8 [bytes], often in a mapped
+        file. They begin at a multiple of 64, stay as long as `data`, and must not be written to. Raises
+        ValueError for a number of bytes that the weight does not have.
+        """
+        raise NotImplementedError("no load_packed: `packed_key` was not asked")
+
     def tied_weight(self, packed: PackedWeight, spec: WeightSpec) -> PackedWeight:
         """The weight `spec` (a head) made from the packed weight it is tied to (an embedding)."""
         return packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -45,3 +46,10 @@ def host_memory() -> MemoryInfo:
             total = limit
             free = min(free, max(0, limit - (used or 0)))
     return MemoryInfo(total=total, free=free)
+
+
+def trim_heap() -> None:
+    """Gives memory that the C library's heap holds free back to the system, where it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

@@ -52,6 +52,9 @@ KERNEL_OPS = (
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATION = ("int8", "int4")
 
+LOGITS_BYTES = 32 << 20
+"""What the logits of a step may take, unless there are more sequences to draw for."""
+
 
 def kernels() -> ModuleType:
     from octavo.kernels import cpu
@@ -155,7 +158,10 @@ class CpuBackend(Backend):
             lanes=(Lane(max_seqs=limits.max_num_seqs, max_tokens=tokens),),
             dtype=limits.dtype,
             kv_dtype=limits.kv_dtype,
-            max_logits_rows=max(512, 2 * limits.max_num_seqs),
+            # Prompt logprobs come in chunks of these; what a row costs is its logits.
+            max_logits_rows=max(
+                2 * limits.max_num_seqs, min(512, LOGITS_BYTES // (4 * model.vocab_size))
+            ),
         )
 
     def start(self, device: str, limits: Limits) -> None:

@@ -173,6 +173,27 @@ class CpuOps(Ops):
             return super().weight_bytes(spec, "float32")
         return _unpacked(spec, dtype).nbytes
 
+    def packed_key(self) -> str | None:
+        # What another library has made of a weight is not ours to keep.
+        return None if self._provider else f"cpu/{lib.PACKING}/{lib.isa()}"
+
+    def store_packed(
+        self, packed: torch.Tensor | lib.PackedWeight, spec: WeightSpec
+    ) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed.view(torch.uint8).flatten()
+        assert packed.buffer is not None
+        return packed.buffer
+
+    def load_packed(
+        self, data: torch.Tensor, spec: WeightSpec, dtype: str
+    ) -> torch.Tensor | lib.PackedWeight:
+        if spec.role in ("norm", "bias"):
+            return data.view(torch.float32).view(spec.shape)
+        weight = _unpacked(spec, dtype)
+        weight.place(data)
+        return weight
+
     def embedding(self, ids: torch.Tensor, weight: lib.PackedWeight) -> torch.Tensor:
         out = torch.empty(ids.shape[0], weight.k)
         lib.unpack_rows(out, weight, ids)

@@ -18,7 +18,8 @@ from typing import Any, Self
 from octavo.core.config import DEFAULT_MODEL, EngineConfig
 from octavo.core.engine import ModelInfo
 from octavo.core.entry import messages
-from octavo.core.entry.engine_client import DEFAULT_FACTORY, EngineClient, EngineDeadError
+from octavo.core.entry.engine_client import EngineClient, EngineDeadError
+from octavo.core.entry.engine_spawn import DEFAULT_FACTORY, Spawned
 from octavo.core.entry.front import Front, load_front, load_progress
 from octavo.core.entry.inputs import (
     Conversation,
@@ -107,11 +108,12 @@ class AsyncLLM:
         factory: str = DEFAULT_FACTORY,
         loader: Loader = load_front,
         progress: Progress | None = None,
+        spawned: Spawned | None = None,
     ) -> AsyncLLM:
         """As the constructor. `factory` names what builds the engine in its process, `loader` what
-        finds the files and the tokenizer here."""
+        finds the files and the tokenizer here; `spawned` is that process if it was started before."""
         llm = cls.__new__(cls)
-        llm._init(config, factory, loader, progress)
+        llm._init(config, factory, loader, progress, spawned)
         return llm
 
     def _init(
@@ -120,11 +122,12 @@ class AsyncLLM:
         factory: str = DEFAULT_FACTORY,
         loader: Loader = load_front,
         progress: Progress | None = None,
+        spawned: Spawned | None = None,
     ) -> None:
         self.config = config
         self._loader = loader
         self._progress = progress or load_progress(config)
-        self._client = EngineClient(self, factory)
+        self._client = EngineClient(self, factory, spawned)
         self.pulse = Pulse()
         self.ended = asyncio.Event()  # the engine process has, and not because it was told to
         self._streams: dict[str, _Stream] = {}

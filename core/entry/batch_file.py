@@ -20,7 +20,7 @@ import msgspec
 
 from octavo.core.config import EngineConfig, nearest
 from octavo.core.entry.async_llm import AsyncLLM
-from octavo.core.entry.engine_client import DEFAULT_FACTORY
+from octavo.core.entry.engine_spawn import DEFAULT_FACTORY
 from octavo.core.entry.front import load_front
 from octavo.core.entry.server.chat import chat_completions
 from octavo.core.entry.server.completions import completions

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import socket
 import subprocess
-import sys
 from typing import Any, Protocol, cast
 
 from octavo.core.config import ConfigError
 from octavo.core.engine import ModelInfo
 from octavo.core.entry import messages
+from octavo.core.entry.engine_spawn import DEFAULT_FACTORY, Spawned, spawn_engine
 from octavo.core.loading.progress import Progress, Task
 
-DEFAULT_FACTORY = "octavo.core.entry.wiring:build_engine"
 _EXIT_SECONDS = 5.0
 
 
@@ -39,13 +36,20 @@ class Listener(Protocol):
 
 
 class EngineClient(asyncio.Protocol):
-    """One engine process. `launch()` at once, `load()` when the configuration is known."""
+    """One engine process. `launch()` at once, `load()` when the configuration is known.
 
-    def __init__(self, listener: Listener, factory: str = DEFAULT_FACTORY) -> None:
+    spawned: the process, where it was started before.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        factory: str = DEFAULT_FACTORY,
+        spawned: Spawned | None = None,
+    ) -> None:
         self._listener = listener
         self._factory = factory
-        # Imported while the front is still looking for the model.
-        self._preload = ("torch",) if factory == DEFAULT_FACTORY else ()
+        self._spawned = spawned
         self._frames = messages.Frames()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
@@ -62,25 +66,14 @@ class EngineClient(asyncio.Protocol):
         return self._process.pid if self._process else None
 
     async def launch(self) -> None:
-        """Starts the process. It imports what it needs and waits for `load`."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "octavo.core.entry.engine_process"),
-                    *(str(theirs.fileno()), self._factory, *self._preload),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=2,  # standard error: what a library prints there is no result of ours
-                pass_fds=(theirs.fileno(),),
-                # It finds the modules that this process finds, and no others.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
-                start_new_session=True,  # Ctrl-C reaches the parent alone
-            )
+        """Starts the process, or takes it over. It imports what it needs and waits for `load`."""
+        spawned = self._spawned or spawn_engine(self._factory)
+        spawned.taken = True
+        self._process = spawned.process
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        ours.setblocking(False)
-        await loop.create_unix_connection(lambda: self, sock=ours)
+        spawned.link.setblocking(False)
+        await loop.create_unix_connection(lambda: self, sock=spawned.link)
 
     async def load(self, config: dict[str, Any], progress: Progress | None) -> ModelInfo:
         """Sends the configuration and waits until the engine can take requests.

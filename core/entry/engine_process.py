@@ -34,7 +34,8 @@ from octavo.core.types import ParamError, RequestRefused
 
 def main() -> None:
     """Builds the engine and serves it until told to stop."""
-    prepare_thread_environment()  # before anything imports torch
+    prepare_thread_environment()  # before anything loads torch
+    gc.disable()  # until everything is there that stays
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
     link = socket.socket(fileno=int(sys.argv[1]))
@@ -47,6 +48,8 @@ def main() -> None:
         threading.Thread(target=_leave_with_parent, args=(_STDIN,), daemon=True).start()
         config = EngineConfig.from_kwargs(**start.config)
         engine = factory(config, progress=_ForwardedProgress(link))
+        gc.freeze()  # a full collection in the middle of a step would look through all of torch
+        gc.enable()
         link.sendall(messages.encode(messages.Ready(engine.info)))
         # Model and libraries stay to the end. Looking through them for cycles takes as long as many
         # steps and would fall between two of them.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry import wiring
 from octavo.core.loading.files import ModelFiles
+from octavo.core.loading.packing import check_weights
 from octavo.core.loading.progress import Progress
 from octavo.core.quantization import SCHEMES, Placement, place, scheme_class
 
@@ -124,7 +125,7 @@ def _check_header(
 
     source = open_weights(files)
     try:
-        wiring.check_weights(model, placed, source)
+        check_weights(model, placed, source)
     finally:
         source.close()
 

@@ -21,6 +21,7 @@ from octavo.core.entry.inputs import (
     PromptInput,
     sampling_defaults,
 )
+from octavo.core.entry.preload import collector_paused, preload_torch
 from octavo.core.loading.tokenizer import Tokenizer
 from octavo.core.output import OutputProcessor
 from octavo.core.types import (
@@ -61,11 +62,14 @@ class LLM:
 
     def _load(self, config: EngineConfig) -> None:
         prepare_thread_environment()
-        from octavo.core.entry.wiring import build_engine
+        with collector_paused():
+            from octavo.core.entry.wiring import build_engine
 
-        progress = load_progress(config)
-        front = load_front(config, progress)
-        self._set_up(config, front, build_engine(config, files=front.files, progress=progress))
+            preload_torch()
+            progress = load_progress(config)
+            front = load_front(config, progress)
+            engine = build_engine(config, files=front.files, progress=progress)
+        self._set_up(config, front, engine)
 
     @classmethod
     def from_parts(cls, config: EngineConfig, front: Front, engine: Any) -> LLM:

@@ -19,14 +19,15 @@ from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.numbers import choose_numbers
 from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
+from octavo.core.loading.packing import load_weights
 from octavo.core.loading.progress import Progress, SilentProgress
 from octavo.core.models.base import ARCHITECTURES, Model, model_class
+from octavo.core.numa import Binding, bind, binding, node_free
 from octavo.core.quantization import SCHEMES, Placement, place
 from octavo.core.scheduler import Scheduler
 from octavo.plugins.manager import Resolved, plugins
 
 if TYPE_CHECKING:
-    from octavo.core.loading.weights import WeightSource
     from octavo.core.quantization.base import Scheme
 
 DEFAULT_KV_BYTES = 4 << 30
@@ -102,6 +103,7 @@ def build_engine(
     with phases("find device"):
         resolved = resolve_device(config.device)
     backend, device = resolved.backend, resolved.device
+    where = _bind(config, phases)
     with phases("find model"):
         files = files or resolve_model(config, progress)
     with phases("import torch"):
@@ -114,11 +116,17 @@ def build_engine(
         model = make_model(made, files, ops)
         placed = place_weights(made, model, phases)
     with phases("load weights"):
-        weights = _load_weights(
-            model, placed, files, ops, made.dtype, limits.max_model_len, progress
+        loaded = load_weights(
+            *(model, placed, files, ops, made.dtype, progress, config.packed_cache),
+            local=where is not None and where.node is not None,
         )
+        phases.notes.extend(loaded.notes)
+        weights = loaded.weights
+        for name, table in model.tables(limits.max_model_len).items():
+            weights[name] = table.to(ops.device)
     with phases("allocate KV cache"):
-        free = backend.memory(device).free  # what the loaded weights have left
+        # What the loaded weights have left: a mapped file's pages count as free, but are in use.
+        free = max(0, _free(backend, device, where) - loaded.mapped_bytes)
         num_blocks, block_bytes = size_kv(config, made, ops, free)
         max_len = context_length(config, limits, plan, num_blocks, phases)
         kv = ops.alloc_kv(shape.kv, num_blocks, plan.block_size)
@@ -173,6 +181,27 @@ def build_engine(
         capabilities=asdict(backend.capabilities(device)),
     )
     return Engine(scheduler, runner, info)
+
+
+def _bind(config: EngineConfig, phases: Phases) -> Binding | None:
+    """Takes this thread to the processors that were asked for, before it starts any other."""
+    if config.cpu_affinity is None and config.numa_node is None:
+        return None
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("--cpu-affinity and --numa-node: not on this system; leave them out")
+    allowed = frozenset(os.sched_getaffinity(0))
+    where = binding(config.cpu_affinity, config.numa_node, allowed)
+    if where is not None:
+        bind(where)
+        phases.notes.extend([where.note] if where.note else [])
+    return where
+
+
+def _free(backend: Backend, device: str, where: Binding | None) -> int:
+    """Bytes of memory free, on the node that this engine is bound to if it is to one."""
+    free = backend.memory(device).free
+    on_node = node_free(where.node) if where is not None and where.node is not None else None
+    return free if on_node is None else min(free, on_node)
 
 
 @dataclass(frozen=True)
@@ -324,65 +353,11 @@ def _validated(
     return plan
 
 
-def _load_weights(
-    model: Model,
-    placed: Placement,
-    files: ModelFiles,
-    ops: Ops,
-    dtype: str,
-    max_positions: int,
-    progress: Progress,
-) -> dict[str, Any]:
-    from octavo.core.loading.weights import open_weights
-
-    source = open_weights(files)
-    try:
-        specs = placed.specs
-        check_weights(model, placed, source)
-        work = f"loading weights as {placed.scheme.name}" if placed.scheme else "loading weights"
-        task = progress.task(work, len(specs))
-        weights: dict[str, Any] = {}
-        packed: dict[str, Any] = {}
-        for spec in specs:
-            if (
-                spec.alias in packed
-            ):  # tied: one tensor for both, unless the backend lays them apart
-                weights[spec.name] = ops.tied_weight(packed[spec.alias], spec)
-            else:
-                parts = placed.read(spec, source)
-                weights[spec.name] = packed[spec.name] = ops.pack_weight(parts, spec, dtype)
-            task.advance(1)
-        task.close()
-    finally:
-        source.close()
-    for name, table in model.tables(max_positions).items():
-        weights[name] = table.to(ops.device)
-    return weights
-
-
 def weight_bytes(placed: Placement, ops: Ops, dtype: str) -> int:
     """Bytes of a model's weights on a device; a tied one counts once."""
     names = {spec.name for spec in placed.specs}
     own = (spec for spec in placed.specs if spec.alias not in names)
     return sum(ops.weight_bytes(spec, dtype) for spec in own)
-
-
-def check_weights(model: Model, placed: Placement, source: WeightSource) -> None:
-    """Refuses a checkpoint whose tensors are not the model's, by names and shapes alone.
-
-    Raises:
-        WeightsError: what is missing, unexpected or misshapen.
-    """
-    from octavo.core.loading.weights import check_names
-
-    expected = placed.expected()
-    check_names(expected, source.names(), ignore=_ignorable(model, source, expected))
-
-
-def _ignorable(model: Model, source: WeightSource, expected: Mapping[str, Any]) -> list[str]:
-    """Tensors that may stand in a checkpoint unused: old buffers, and a head that is tied."""
-    unused = [n for n in source.names() if n.endswith(model.ignored_tensors)]
-    return unused + ["lm_head.weight"] * ("lm_head.weight" not in expected)
 
 
 def kv_block_bytes(made: Design, ops: Ops) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,14 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(data)
     temporary.replace(path)
+
+
+def drop_pages(data: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Gives back the memory of a part of a mapped file that nobody wrote to. It stays readable."""
+    first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
+        data.madvise(mmap.MADV_DONTNEED, first, size)
 
 
 def file_identity(path: Path) -> dict[str, int]:

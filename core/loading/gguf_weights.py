@@ -2,8 +2,7 @@
 
 llama.cpp's converter changes three things, each undone here: names; the row order of Llama's query
 and key projections (rotary pairs interleaved there, split in halves here; Llama only); and Gemma's
-norm weights, stored as 1 + w. Nothing dequantised is kept on disk: the blocks unpack fast enough at
-every start, and float32 files would take several times the model's size.
+norm weights, stored as 1 + w.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from octavo.core.loading.errors import WeightsError
+from octavo.core.loading.files import drop_pages
 from octavo.core.loading.gguf import GgufFile, GgufTensor
 from octavo.core.loading.gguf_codes import GROUP, int4_codes
 from octavo.core.loading.gguf_config import config_of
@@ -113,6 +113,12 @@ class GgufWeights:
             return 0
         key = "num_attention_heads" if ".attn_q." in source else "num_key_value_heads"
         return int(self._config[key])
+
+    def release(self, name: str) -> None:
+        """Let the memory of a tensor's blocks go; it can be got again."""
+        if name in self._sources:
+            entry = self._file.tensors[self._sources[name]]
+            drop_pages(self._file.data, entry.offset, entry.nbytes)
 
     def close(self) -> None:
         """Let the file go."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from octavo.core.loading.errors import SourceError
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.package_model import MANIFEST, PREFIX, resolve_package
+from octavo.core.loading.packed_file import SUFFIX
 from octavo.core.loading.progress import Progress, SilentProgress
 
 # Everything a model is loaded from; never pickles, never code.
@@ -83,9 +84,13 @@ def _local(path: Path, model: str, cache: Path) -> ModelFiles:
     return ModelFiles(path.stem, "gguf", path, model, derived_dir=_derived(cache, path))
 
 
-def _derived(cache: Path, path: Path) -> Path:
+def _derived(cache: Path, path: Path, name: str | None = None) -> Path:
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-    return cache / "local" / f"{path.stem}-{digest}"
+    return cache / "local" / f"{name or path.stem}-{digest}"
+
+
+def _hub_stem(model: str) -> str:
+    return model.replace("/", "--")
 
 
 def _hub(
@@ -119,31 +124,38 @@ def _hub(
             f"hub model {model!r} has no config.json. If it holds only GGUF files, download one and "
             "give its path."
         )
-    return ModelFiles(
-        model, "folder", folder, model, folder.name, derived_dir=_derived(cache, folder)
-    )
+    derived = _derived(cache, folder, _hub_stem(model))
+    return ModelFiles(model, "folder", folder, model, folder.name, derived_dir=derived)
 
 
 @dataclass(frozen=True)
 class CachedModel:
-    """One entry of the cache: a fetched package, or files derived from a local model."""
+    """One entry of the cache: a fetched package, or files derived from a local model.
+
+    packed_bytes: of num_bytes, weights that are kept packed.
+    """
 
     name: str
     version: str | None
     path: Path
     num_bytes: int
+    packed_bytes: int = 0
 
 
 def cached_models(cache_dir: Path | None = None) -> list[CachedModel]:
     """What the cache holds, by name and version."""
     cache = (cache_dir or default_cache_dir()).expanduser()
     entries = [
-        CachedModel(path.parent.parent.name, path.parent.name, path.parent, _size(path.parent))
+        _entry(path.parent.parent.name, path.parent.name, path.parent)
         for path in sorted((cache / "pypi").glob(f"*/*/{MANIFEST}"))
     ]
     for folder in sorted((cache / "local").glob("*/")):
-        entries.append(CachedModel(folder.name, None, folder, _size(folder)))
+        entries.append(_entry(folder.name, None, folder))
     return entries
+
+
+def _entry(name: str, version: str | None, folder: Path) -> CachedModel:
+    return CachedModel(name, version, folder, _size(folder), _size(folder, f"*{SUFFIX}"))
 
 
 def remove(name: str, cache_dir: Path | None = None) -> list[CachedModel]:
@@ -163,12 +175,23 @@ def remove(name: str, cache_dir: Path | None = None) -> list[CachedModel]:
         names = ", ".join(sorted({entry.name for entry in held})) or "nothing"
         raise SourceError(f"{name!r} is not in the cache, which holds: {names}")
     for entry in removed:
-        # Out of sight by one rename first, so that no other process finds half of it.
-        doomed = entry.path.with_name(f".work-removed-{entry.path.name}")
-        entry.path.rename(doomed)
-        shutil.rmtree(doomed)
+        _delete(entry.path)
     return removed
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def remove_derived(name: str, cache_dir: Path | None = None) -> None:
+    """Delete what was made from the hub model ``name``, all revisions."""
+    cache = (cache_dir or default_cache_dir()).expanduser()
+    for folder in (cache / "local").glob(f"{_hub_stem(name)}-{'[0-9a-f]' * 12}"):
+        _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    # Out of sight by one rename first, so that no other process finds half of it.
+    doomed = folder.with_name(f".work-removed-{folder.name}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _size(folder: Path, pattern: str = "*") -> int:
+    return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())

@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import mmap
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from octavo.core.loading.errors import CorruptFileError, WeightsError
-from octavo.core.loading.files import ModelFiles, read_json
+from octavo.core.loading.errors import CorruptFileError, ModelError, WeightsError
+from octavo.core.loading.files import ModelFiles, drop_pages, read_json
 from octavo.core.loading.gguf_weights import GgufWeights
 from octavo.core.loading.progress import Progress
 from octavo.core.quantization.base import QuantizedTensor
@@ -48,6 +50,15 @@ class TensorInfo:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file: its bytes' place from the file's start, and how many."""
+
+    info: TensorInfo
+    offset: int
+    nbytes: int
+
+
 class WeightSource(Protocol):
     """Named tensors of one model, read when asked for."""
 
@@ -62,6 +73,10 @@ class WeightSource(Protocol):
 
     def codes(self, name: str, form: str, group: int) -> QuantizedTensor | None:
         """A matrix in a canonical quantised form, when the files keep it in that very grid."""
+
+    def release(self, name: str) -> None:
+        """Let the memory of a tensor go that ``get`` gave. It can be used and got again: its pages
+        come from the file once more."""
 
     def close(self) -> None:
         """Let the files go."""
@@ -101,6 +116,9 @@ class _ReportedSource:
             self._task.advance(math.prod(info.shape) * info.dtype.itemsize)
         return found
 
+    def release(self, name: str) -> None:
+        self._source.release(name)
+
     def close(self) -> None:
         self._task.close()
         self._source.close()
@@ -122,6 +140,9 @@ class _GgufSource:
     def codes(self, name: str, form: str, group: int) -> QuantizedTensor | None:
         return self._weights.codes(name, form, group)
 
+    def release(self, name: str) -> None:
+        self._weights.release(name)
+
     def close(self) -> None:
         self._weights.close()
 
@@ -130,38 +151,47 @@ class SafetensorsSource:
     """A folder's safetensors: model.safetensors, the index's shards, or all there are."""
 
     def __init__(self, folder: Path) -> None:
-        self._infos: dict[str, TensorInfo] = {}
-        self._paths: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self._stored: dict[str, tuple[Path, StoredTensor]] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
         for path in _shards(folder):
-            for name, info in read_header(path).items():
-                if name in self._paths:
+            for name, tensor in read_header(path).items():
+                if name in self._stored:
                     raise WeightsError(
-                        f"tensor {name!r} is in both {self._paths[name].name} and {path.name} of "
+                        f"tensor {name!r} is in both {self._stored[name][0].name} and {path.name} of "
                         f"{folder}; remove the file that does not belong there."
                     )
-                self._infos[name] = info
-                self._paths[name] = path
+                self._stored[name] = path, tensor
 
     def names(self) -> dict[str, TensorInfo]:
-        return dict(self._infos)
+        return {name: tensor.info for name, (_, tensor) in self._stored.items()}
 
     def get(self, name: str) -> torch.Tensor:
-        from safetensors import safe_open
+        path, stored = self._find(name)
+        if path not in self._maps:
+            with path.open("rb") as file:
+                # Private pages: a tensor may lie in the map without a write reaching the file.
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        if not stored.nbytes:
+            return torch.empty(stored.info.shape, dtype=stored.info.dtype)
+        # By way of numpy, whose array keeps the mapping alive when this source is closed.
+        raw = np.frombuffer(self._maps[path], np.uint8, stored.nbytes, stored.offset)
+        return torch.from_numpy(raw).view(stored.info.dtype).view(stored.info.shape)
 
-        path = self._paths.get(name)
-        if path is None:
-            raise WeightsError(f"no tensor {name!r}{_nearest(name, self._paths)}")
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        tensor: torch.Tensor = self._open[path].get_tensor(name)
-        return tensor
+    def release(self, name: str) -> None:
+        path, stored = self._find(name)
+        if path in self._maps:
+            drop_pages(self._maps[path], stored.offset, stored.nbytes)
+
+    def _find(self, name: str) -> tuple[Path, StoredTensor]:
+        if name not in self._stored:
+            raise WeightsError(f"no tensor {name!r}{_nearest(name, self._stored)}")
+        return self._stored[name]
 
     def codes(self, name: str, form: str, group: int) -> QuantizedTensor | None:
         return None  # plain numbers; a scheme reads what else there is by `get`
 
     def close(self) -> None:
-        self._open.clear()
+        self._maps.clear()
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -196,7 +226,7 @@ def _shards(folder: Path) -> list[Path]:
     raise WeightsError(f"{folder} holds no .safetensors file")
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """A safetensors file's tensors, from its header alone.
 
     Format: 8 bytes of header length (little-endian), a JSON header, then the data. Raises
@@ -212,13 +242,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 f"({size} bytes). Fetch the file again."
             )
         raw = file.read(length)
-    infos: dict[str, TensorInfo] = {}
+    found: dict[str, StoredTensor] = {}
     try:
         header = json.loads(raw)
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            end = 8 + length + entry["data_offsets"][1]
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
             if end > size:
                 raise CorruptFileError(
                     f"{path} is truncated: tensor {name!r} ends {end - size} bytes after the file. "
@@ -229,12 +259,17 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                     f"{path}: tensor {name!r} has dtype {entry['dtype']}; these are read: "
                     f"{', '.join(_DTYPES)}"
                 )
-            infos[name] = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+            if end - begin != math.prod(info.shape) * info.dtype.itemsize:
+                raise ValueError(f"tensor {name!r} of {end - begin} bytes is not {entry['shape']}")
+            found[name] = StoredTensor(info, begin, end - begin)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ModelError):
+            raise
         raise CorruptFileError(
             f"{path} has a damaged header ({type(error).__name__}: {error}). Fetch the file again."
         ) from error
-    return infos
+    return found
 
 
 def check_names(

@@ -120,6 +120,16 @@ class Placement:
             for tensor, size in scheme.tensors(spec, name, shape).items()
         }
 
+    def names(self, spec: WeightSpec) -> list[str]:
+        """The checkpoint's tensors behind a weight."""
+        if self.scheme is None:
+            return [name for name, _ in spec.parts]
+        return [
+            tensor
+            for name, shape in spec.parts
+            for tensor in self.scheme.tensors(spec, name, shape)
+        ]
+
     def read(self, spec: WeightSpec, source: Tensors) -> dict[str, torch.Tensor | QuantizedTensor]:
         """A weight's parts, as `Ops.pack_weight` takes them: either codes of the form and group that
         the spec names, for all parts, or float numbers for all."""

@@ -44,6 +44,7 @@ from octavo.kernels.cpu.steps import (
 )
 from octavo.kernels.cpu.threads import core_count, set_threads, threading, threads
 from octavo.kernels.cpu.weights import (
+    PACKING,
     DecoderLayer,
     LayerStep,
     PackedWeight,
@@ -71,6 +72,7 @@ __all__ = [
     "INT8",
     "INTERLEAVED",
     "NEOX",
+    "PACKING",
     "AttentionLayer",
     "AttentionStep",
     "DecoderLayer",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FORMATS: Final = {"float32": F32, "bfloat16": BF16, "float16": F16, "int8": INT8, "int4": INT4}
 GROUP: Final = 32  # inputs that share a scale in int4, unless asked otherwise
+PACKING: Final = 1  # counts changes of the packed layouts: bytes of another number are not read
 _ALIGNMENT: Final = 64
 
 

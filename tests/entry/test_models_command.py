@@ -85,6 +85,24 @@ def test_remove(tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str]) -
     assert caught.value.code == 2 and "not in the cache" in capsys.readouterr().err
 
 
+def test_packed_weights_are_listed_and_removed(
+    tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = ("--cache-dir", str(tmp_path))
+    folder, _ = fake_entry(tmp_path), fake_hub_entry(hub)
+    of_hub = tmp_path / "local" / "org--name-0123456789ab"
+    for derived in (folder / "derived", of_hub):
+        (derived / "packed").mkdir(parents=True)
+        (derived / "packed" / "float32-x.packed").write_bytes(b"x" * 2048)
+    [first, *_] = json.loads(call(capsys, *cache, "--json"))
+    assert (first["bytes"], first["packed_bytes"]) == (3002 + 2048, 2048)
+    assert "(2.0 KiB of it packed weights)" in call(capsys, *cache)
+    call(capsys, "remove", "some-model", *cache)
+    assert not folder.exists() and of_hub.exists()
+    call(capsys, "remove", "org/name", *cache)
+    assert not of_hub.exists()
+
+
 # ------------------------------------------------------------------------------- export
 
 
@@ -113,8 +131,9 @@ def expected() -> dict[str, Any]:
 
 def answers(model: str) -> dict[str, Any]:
     config = EngineConfig(
-        model=model, device="cpu", dtype="float32", max_model_len=256, load_progress=False
-    )
+        model=model, device="cpu", dtype="float32", max_model_len=256, load_progress=False,
+        packed_cache=False,
+    )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=12)
     with LLM.from_config(config) as llm:
         chat = llm.render_chat(CHAT)

@@ -57,7 +57,10 @@ def run(options: argparse.Namespace) -> None:
     done = "removed " if options.action == "remove" else ""
     for row in rows:
         size, version = size_text(row["bytes"]), row["version"] or "-"
-        print(f"{done}{row['name']:<32} {row['source']:<6} {version:<14} {size:>9}  {row['path']}")
+        packed = row["packed_bytes"]
+        note = f" ({size_text(packed)} of it packed weights)" if packed else ""
+        line = f"{row['name']:<32} {row['source']:<6} {version:<14} {size:>9}  {row['path']}"
+        print(f"{done}{line}{note}")
     if not rows:
         print(f"no models in {cache}")
 
@@ -74,9 +77,10 @@ def _list(cache: Path) -> list[dict[str, Any]]:
 
 def _remove(name: str, cache: Path) -> list[dict[str, Any]]:
     from octavo.core.loading.hub_cache import remove_hub_model
-    from octavo.core.loading.sources import remove
+    from octavo.core.loading.sources import remove, remove_derived
 
     if "/" in name and (removed := remove_hub_model(name)):
+        remove_derived(name, cache)
         return [_row(entry, "hub") for entry in removed]
     return [_row(entry, "pypi" if entry.version else "local") for entry in remove(name, cache)]
 
@@ -87,6 +91,7 @@ def _row(entry: Any, source: str) -> dict[str, Any]:
         "source": source,
         "version": entry.version,
         "bytes": entry.num_bytes,
+        "packed_bytes": entry.packed_bytes,
         "path": str(entry.path),
     }
 

@@ -6,6 +6,7 @@ import argparse
 
 from octavo.core.entry.cli.options import add_engine_options, add_server_options, settings_of
 from octavo.core.entry.cli.settings import ENGINE, SERVER, engine_values, server_values
+from octavo.core.entry.engine_spawn import spawned_ahead
 
 SETTINGS = (*ENGINE, *SERVER)
 """What --show-config shows for this command."""
@@ -21,6 +22,8 @@ def run(options: argparse.Namespace) -> None:
     """Serves until told to stop."""
     values = settings_of(options, SETTINGS)
     config, server = engine_values(values), server_values(values)
-    from octavo.core.entry.server.run import ServerOptions, serve
+    # Before the server's modules are imported: on another core the engine imports torch meanwhile.
+    with spawned_ahead() as spawned:
+        from octavo.core.entry.server.run import ServerOptions, serve
 
-    serve(config, ServerOptions(**server))
+        serve(config, ServerOptions(**server), spawned=spawned)

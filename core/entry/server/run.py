@@ -18,7 +18,7 @@ import uvicorn
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.engine import ModelInfo
 from octavo.core.entry.async_llm import AsyncLLM
-from octavo.core.entry.engine_client import DEFAULT_FACTORY
+from octavo.core.entry.engine_spawn import DEFAULT_FACTORY, Spawned
 from octavo.core.entry.front import load_front
 from octavo.core.entry.server.app import build_app
 from octavo.core.entry.server.listen import Protocol, check_tls, leave, listen, listen_at
@@ -77,8 +77,11 @@ def serve(
     *,
     factory: str = DEFAULT_FACTORY,
     loader: Any = load_front,
+    spawned: Spawned | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT; returns when all is closed.
+
+    spawned: the engine's process, if it was started before.
 
     Raises:
         ConfigError, ModelError: the address or the model cannot be used.
@@ -93,7 +96,7 @@ def serve(
 
         runner = uvloop
     try:
-        runner.run(_Life(config, options, listener, factory, loader).run())
+        runner.run(_Life(config, options, listener, factory, loader, spawned).run())
     finally:
         leave(options.uds)
 
@@ -112,10 +115,11 @@ class _Life:
         listener: socket.socket,
         factory: str,
         loader: Any,
+        spawned: Spawned | None,
     ) -> None:
         self._options = options
         self._listener = listener
-        self._llm = AsyncLLM.from_config(config, factory=factory, loader=loader)
+        self._llm = AsyncLLM.from_config(config, factory=factory, loader=loader, spawned=spawned)
         self._state = ServerState(
             self._llm,
             served_names=options.served_model_name,
