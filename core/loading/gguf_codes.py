@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.core.loading.gguf_dequant import Q4_0, Q4_1, Q4_K, half, k_scales, nibbles
-from octavo.core.quantization.base import QuantizedTensor
 
 if TYPE_CHECKING:
     import torch
+
+    from octavo.core.quantization.base import QuantizedTensor
 
 GROUP = 32
 _WIDTHS = {Q4_0: 18, Q4_1: 20, Q4_K: 144}
@@ -23,6 +24,8 @@ def int4_codes(raw: torch.Tensor, kind: int, shape: tuple[int, ...]) -> Quantize
     """Tensor `raw` (uint8 [nbytes]) of ggml type `kind` in the canonical form int4, or None when its
     type is of another grid or its scales do not fit a float16."""
     import torch
+
+    from octavo.core.quantization.base import QuantizedTensor
 
     if kind not in _WIDTHS or len(shape) != 2:
         return None

@@ -237,8 +237,9 @@ def test_local_weights_are_a_copy(folder: Path) -> None:
     made = wiring.design(config, files, wiring.resolve_device("cpu"), wiring.Phases())
     ops = CpuOps()
     model = wiring.make_model(made, files, ops)
-    mapped = load_weights(model, files, ops, made.dtype, SilentProgress())
-    local = load_weights(model, files, ops, made.dtype, SilentProgress(), local=True)
+    placed = wiring.place_weights(made, model, wiring.Phases())
+    mapped = load_weights(model, placed, files, ops, made.dtype, SilentProgress())
+    local = load_weights(model, placed, files, ops, made.dtype, SilentProgress(), local=True)
     assert mapped.mapped_bytes > 0 and local.mapped_bytes == 0
     name = "model.layers.0.mlp.down_proj.weight"
     assert mapped.weights[name].buffer.equal(local.weights[name].buffer)
