@@ -25,18 +25,24 @@ constexpr int kVectors = 4;
 constexpr int kPanel = kVectors * W;
 
 // Row tiles: accumulators, one step's weights and one activation have to fit the registers.
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
 constexpr int kFloatRows = 14, kIntRows = 14, kGroupRows = 6;
+#elif defined(__AVX512F__)
+constexpr int kFloatRows = 14, kIntRows = 14, kGroupRows = 4;
+#elif defined(__AVXVNNI__)
+constexpr int kFloatRows = 6, kIntRows = 6, kGroupRows = 3;
 #elif defined(__AVX2__)
 constexpr int kFloatRows = 6, kIntRows = 5, kGroupRows = 2;
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int kFloatRows = 6, kIntRows = 6, kGroupRows = 4;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kFloatRows = 6, kIntRows = 6, kGroupRows = 3;
 #elif defined(__aarch64__)
 constexpr int kFloatRows = 6, kIntRows = 5, kGroupRows = 2;
 #elif defined(__MMA__)
 constexpr int kFloatRows = 8, kIntRows = 8, kGroupRows = 8;
 #elif defined(__VSX__)
-constexpr int kFloatRows = 8, kIntRows = 5, kGroupRows = 2;
+constexpr int kFloatRows = 8, kIntRows = 6, kGroupRows = 3;
 #else
 constexpr int kFloatRows = 2, kIntRows = 2, kGroupRows = 1;
 #endif

@@ -1,9 +1,11 @@
 // Runs the tests on every variant that this CPU can run.
 //
-// native_tests [--expect VARIANT] [--best] [--only TEST]...
-//   --expect  fail unless VARIANT is what the library chooses by itself
-//   --best    only the variant it chooses
-// The last line is "variant checks tokens" per variant; the exit status is 1 if a check failed.
+// native_tests [--chosen] [--expect VARIANT] [--best] [--only TEST]...
+//   --chosen  print the variant that the library chooses by itself, and do nothing
+//   --expect  fail unless VARIANT is the chosen one
+//   --best    only the chosen variant
+// Prints a line per variant: "passed" or "FAILED", its name, the number of checks, a digest of what the
+// sampler drew (which is the same on every CPU). The exit status is 1 if a check failed.
 #include <cstdlib>
 #include <sstream>
 
@@ -54,6 +56,7 @@ int main(int argc, char **argv) {
   const std::string chosen = octavo_isa();
   for (int i = 1; i < argc; ++i) {
     const std::string option = argv[i];
+    if (option == "--chosen") return std::printf("%s\n", chosen.c_str()), 0;
     if (option == "--best") variants = chosen;
     else if (option == "--expect" && i + 1 < argc) expect = argv[++i];
     else if (option == "--only" && i + 1 < argc) only.push_back(argv[++i]);
