@@ -71,7 +71,7 @@ def load_weights(
         ModelError: the checkpoint cannot be read, or its tensors are not the model's.
     """
     specs = placed.specs
-    kept = None if keep is False else packed_file(files, ops, specs, dtype)
+    kept = None if keep is False else packed_file(files, ops, placed, dtype)
     notes = []
     if kept is not None:
         try:
@@ -89,13 +89,15 @@ def load_weights(
 
 
 def packed_file(
-    files: ModelFiles, ops: Ops, specs: Sequence[WeightSpec], dtype: str
+    files: ModelFiles, ops: Ops, placed: Placement, dtype: str
 ) -> PackedFile | None:
     """Where these weights, packed so, would be kept; None where they cannot be."""
     layout = ops.packed_key()
     if layout is None or files.derived_dir is None:
         return None
-    described = hashlib.sha256(repr(list(specs)).encode()).hexdigest()
+    # Two schemes may make different numbers of one form, so the scheme counts beside the specs.
+    scheme = placed.scheme.name if placed.scheme is not None else None
+    described = hashlib.sha256(repr([scheme, *placed.specs]).encode()).hexdigest()
     key = {
         "checkpoint": _identity(files),
         "weights": described,
@@ -104,7 +106,7 @@ def packed_file(
         "version": f"{octavo.__version__}/{_VERSION}",
     }
     key = json.loads(json.dumps(key))  # as it will be read back
-    schemes = sorted({spec.scheme for spec in specs if spec.scheme})
+    schemes = sorted({spec.scheme for spec in placed.specs if spec.scheme})
     # One file for each way to pack: what else the key says makes a file stale, to be written over.
     way = hashlib.sha256(json.dumps([layout, described]).encode()).hexdigest()[:8]
     name = "-".join([dtype, *schemes, way]) + SUFFIX

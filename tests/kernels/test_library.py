@@ -26,11 +26,14 @@ def test_the_best_variant_runs() -> None:
     if platform.machine() in ("x86_64", "AMD64"):
         words = set(flags.split())
         if {"avx2", "fma", "f16c"} <= words:
-            best = "avx2"
+            best = "avx2_vnni" if "avx_vnni" in words else "avx2"
             if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= words:
                 best = "avx512_vnni" if "avx512_vnni" in words else "avx512"
-    elif platform.machine() == "ppc64le" and "POWER10" in flags:
-        best = "power10"
+    elif platform.machine() == "aarch64" and "asimddp" in flags:
+        best = "i8mm" if "i8mm" in flags else "dotprod"
+    elif platform.machine() == "ppc64le":
+        generations = {"POWER9": "power9", "POWER10": "power10", "POWER11": "power10"}
+        best = next((generations[name] for name in generations if name in flags), best)
     assert cpu.isa() == best == cpu.isas()[0]
     assert cpu.isas()[-1] == "baseline"
 

@@ -10,76 +10,74 @@
 #include <sys/auxv.h>
 #endif
 
-extern const KernelTable table_baseline;
-#ifdef OCTAVO_HAVE_avx2
-extern const KernelTable table_avx2;
-#endif
-#ifdef OCTAVO_HAVE_avx512
-extern const KernelTable table_avx512;
-#endif
-#ifdef OCTAVO_HAVE_avx512_vnni
-extern const KernelTable table_avx512_vnni;
-#endif
-#ifdef OCTAVO_HAVE_power10
-extern const KernelTable table_power10;
-#endif
+// OCTAVO_VARIANTS is V(name) for every variant that was built, best first.
+#define V(name) extern const KernelTable table_##name;
+OCTAVO_VARIANTS
+#undef V
 
 namespace {
 
-bool always() { return true; }
 #if defined(__x86_64__)
 // Asked of the CPU itself: __builtin_cpu_supports does not know "f16c" before GCC 11, and needs a
 // runtime that not every clang brings. XCR0 says which registers the system saves.
 struct Cpu {
-  unsigned ecx1 = 0, ebx7 = 0, ecx7 = 0, xcr0 = 0;
+  unsigned ecx1 = 0, ebx7 = 0, ecx7 = 0, eax7_1 = 0, xcr0 = 0;
   Cpu() {
-    unsigned a, b, d;
+    unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &ecx1, &d) || !(ecx1 >> 27 & 1 /* OSXSAVE */)) return;
     __asm__("xgetbv" : "=a"(xcr0), "=d"(d) : "c"(0));
-    if (!__get_cpuid_count(7, 0, &a, &ebx7, &ecx7, &d)) ebx7 = ecx7 = 0;
+    if (!__get_cpuid_count(7, 0, &a, &ebx7, &ecx7, &d)) {
+      ebx7 = ecx7 = 0;
+    } else if (a >= 1) {
+      __cpuid_count(7, 1, eax7_1, b, c, d);
+    }
   }
-  static bool all(unsigned word, unsigned mask) { return (word & mask) == mask; }
 };
-bool has_avx2() {
-  const Cpu cpu;
-  return Cpu::all(cpu.xcr0, 0x06) && Cpu::all(cpu.ebx7, 1u << 5) &&
-         Cpu::all(cpu.ecx1, 1u << 12 /* FMA */ | 1u << 29 /* F16C */);
-}
-bool has_avx512() {
-  const Cpu cpu;
-  return has_avx2() && Cpu::all(cpu.xcr0, 0xe6) &&
-         Cpu::all(cpu.ebx7, 1u << 16 /* F */ | 1u << 17 /* DQ */ | 1u << 30 /* BW */ |
-                                1u << 31 /* VL */);
-}
-bool has_avx512_vnni() { return has_avx512() && Cpu::all(Cpu().ecx7, 1u << 11); }
+#elif !defined(__linux__)
+constexpr int AT_HWCAP = 0, AT_HWCAP2 = 0;
+unsigned long getauxval(int) { return 0; }  // elsewhere only the baseline is offered
 #endif
-#ifdef OCTAVO_HAVE_power10
-bool has_power10() { return getauxval(AT_HWCAP2) & 0x00040000 /* PPC_FEATURE2_ARCH_3_1 */; }
+
+bool all(unsigned long word, unsigned long mask) { return (word & mask) == mask; }
+
+// Whether this CPU and its system can run a variant. Bits by number: older headers lack the names.
+struct Has {
+  static bool baseline() { return true; }  // what the platform's ABI guarantees: SSE2, NEON, VSX
+#if defined(__x86_64__)
+  static bool avx2() {
+    const Cpu cpu;
+    return all(cpu.xcr0, 0x06) && all(cpu.ebx7, 1u << 5) &&
+           all(cpu.ecx1, 1u << 12 /* FMA */ | 1u << 29 /* F16C */);
+  }
+  static bool avx2_vnni() { return avx2() && all(Cpu().eax7_1, 1u << 4 /* AVX-VNNI */); }
+  static bool avx512() {
+    const Cpu cpu;
+    return avx2() && all(cpu.xcr0, 0xe6) &&
+           all(cpu.ebx7, 1u << 16 /* F */ | 1u << 17 /* DQ */ | 1u << 30 /* BW */ |
+                             1u << 31 /* VL */);
+  }
+  static bool avx512_vnni() { return avx512() && all(Cpu().ecx7, 1u << 11); }
+#elif defined(__aarch64__)
+  static bool dotprod() { return all(getauxval(AT_HWCAP), 1ul << 20 /* ASIMDDP */); }
+  static bool i8mm() { return dotprod() && all(getauxval(AT_HWCAP2), 1ul << 13 /* I8MM */); }
+#elif defined(__powerpc64__)
+  static bool power9() { return all(getauxval(AT_HWCAP2), 0x00800000 /* ARCH_3_00 */); }
+  static bool power10() { return all(getauxval(AT_HWCAP2), 0x00040000 /* ARCH_3_1 */ | 0x00020000 /* MMA */); }
 #endif
+};
 
 const struct Variant {
   const KernelTable *table;
   bool (*ok)();
 } variants[] = {
-// Best first.
-#ifdef OCTAVO_HAVE_avx512_vnni
-    {&table_avx512_vnni, has_avx512_vnni},
-#endif
-#ifdef OCTAVO_HAVE_avx512
-    {&table_avx512, has_avx512},
-#endif
-#ifdef OCTAVO_HAVE_avx2
-    {&table_avx2, has_avx2},
-#endif
-#ifdef OCTAVO_HAVE_power10
-    {&table_power10, has_power10},
-#endif
-    {&table_baseline, always},  // what the platform's ABI guarantees: SSE2, NEON, VSX
+#define V(name) {&table_##name, Has::name},
+    OCTAVO_VARIANTS
+#undef V
 };
 
 struct Choice {
   const KernelTable *table = nullptr;
-  char names[64] = "";
+  char names[128] = "";
   Choice() {
     for (const Variant &v : variants) {
       if (!v.ok()) continue;

@@ -6,6 +6,8 @@ namespace OCTAVO_NS {
 int write_kv(const octavo_write_step *step, void *k_cache, void *v_cache, const void *k,
              const void *v) {
   const octavo_write_step &s = *step;
+  if (s.kv_dtype == OCTAVO_INT8 && (s.head_size > kMostCodes || s.head_size_v > kMostCodes))
+    return OCTAVO_BAD_ARGUMENT;
   const int64_t per_token = int64_t(s.kv_heads) * (s.head_size + s.head_size_v);
   int64_t grain = (16384 + per_token - 1) / per_token;
   grain = (grain + kRun - 1) / kRun * kRun;

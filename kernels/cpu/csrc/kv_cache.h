@@ -70,11 +70,13 @@ float quantize_head(const X *x, int n, int8_t *codes) {
   return poison == 0 ? (inverse > 0 ? most / 127.0f : 0) : __builtin_nanf("");
 }
 
+constexpr int kMostCodes = 256;  // of a head, in an int8 cache
+
 // One token of one head into an int8 block: step is how far neighbours lie apart.
 template <class X>
 void write_codes(kv8 *block, const X *x, int n, int block_size, int offset, int64_t step,
                  int64_t start) {
-  int8_t codes[256];
+  int8_t codes[kMostCodes];
   reinterpret_cast<float *>(block + int64_t(n) * block_size)[offset] = quantize_head(x, n, codes);
   for (int i = 0; i < n; ++i) block[start + i * step].code = codes[i];
 }
@@ -98,11 +100,15 @@ void write_run(const octavo_write_step &s, C *k_cache, C *v_cache, X *k, X *v,
                     int64_t(at) * s.head_size_v);
       }
     } else {
-      C row[256];
+      constexpr int kPart = 256;
+      C row[kPart];
       for (int t = 0; t < run; ++t) {
-        convert_row(row, from_k + t * s.k_row_stride, s.head_size);
         C *to = block_k + offset + t;
-        for (int i = 0; i < s.head_size; ++i, to += s.block_size) *to = row[i];
+        for (int from = 0; from < s.head_size; from += kPart) {
+          const int n = s.head_size - from < kPart ? s.head_size - from : kPart;
+          convert_row(row, from_k + t * s.k_row_stride + from, n);
+          for (int i = 0; i < n; ++i, to += s.block_size) *to = row[i];
+        }
         convert_row(block_v + (offset + t) * s.head_size_v, from_v + t * s.v_row_stride,
                     s.head_size_v);
       }

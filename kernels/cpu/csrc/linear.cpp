@@ -6,6 +6,7 @@
 #include "linear.h"
 
 #include "activation.h"
+#include "matrix.h"
 
 namespace OCTAVO_NS {
 namespace {
@@ -30,6 +31,8 @@ OCTAVO_INLINE void prefetch(const void *p) { __builtin_prefetch(static_cast<cons
 template <int MR, class T>
 OCTAVO_INLINE void float_tile(const float *a, int64_t lda, const T *b, int64_t k,
                               vf (&acc)[MR][kVectors]) {
+  if constexpr (matrix::floats(MR)) return matrix::float_tile<MR>(a, lda, b, k, acc);
+  vf sum[MR][kVectors] = {};
   for (int64_t i = 0; i < k; ++i, b += kPanel) {
     if constexpr (MR == 1)
       for (int j = 0; j < kVectors; j += 64 / (W * int(sizeof(T))) > 0 ? 64 / (W * int(sizeof(T))) : 1)
@@ -41,14 +44,17 @@ OCTAVO_INLINE void float_tile(const float *a, int64_t lda, const T *b, int64_t k
     for (int m = 0; m < MR; ++m) {
       const vf x = splat(a[m * lda + i]);
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) acc[m][j] = fma(x, w[j], acc[m][j]);
+      for (int j = 0; j < kVectors; ++j) sum[m][j] = fma(x, w[j], sum[m][j]);
     }
   }
+  give(sum, acc);
 }
 
 template <int MR>
 OCTAVO_INLINE void int_tile(const Activation *a, int64_t lda, const int8_t *b, int64_t steps,
                             vi (&acc)[MR][kVectors]) {
+  if constexpr (matrix::ints(MR)) return matrix::int_tile<MR>(a, lda, b, steps, acc);
+  vi sum[MR][kVectors] = {};
   for (int64_t i = 0; i < steps; ++i, a += kStep, b += kPanel * kStep) {
     if constexpr (MR == 1)
       for (int j = 0; j < kPanel * kStep; j += 64) prefetch(b + j);
@@ -59,14 +65,16 @@ OCTAVO_INLINE void int_tile(const Activation *a, int64_t lda, const int8_t *b, i
     for (int m = 0; m < MR; ++m) {
       const vi x = splat_i(load_step(a + m * lda));
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) acc[m][j] = dot(acc[m][j], w[j], x);
+      for (int j = 0; j < kVectors; ++j) sum[m][j] = dot(sum[m][j], w[j], x);
     }
   }
+  give(sum, acc);
 }
 
 template <int MR>
 OCTAVO_INLINE void group_tile(const Quantized &q, int64_t row, const uint8_t *b, int64_t groups,
                               vf (&acc)[MR][kVectors]) {
+  if constexpr (matrix::groups(MR)) return matrix::group_tile<MR>(q, row, b, groups, acc);
   const int64_t lda = q.stride;
   const Activation *a = q.codes + row * lda;
   for (int64_t g = 0; g < groups; ++g) {
@@ -74,32 +82,25 @@ OCTAVO_INLINE void group_tile(const Quantized &q, int64_t row, const uint8_t *b,
     for (int64_t i = 0; i < q.group; i += 8, a += 8, b += kPanel * 4) {
       if constexpr (MR == 1)
         for (int j = 0; j < kPanel * 4; j += 64) prefetch(b + j);
+      vu codes[kVectors];
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) {
-        const vu codes = (vu)*reinterpret_cast<const vi_mem *>(b + j * W * 4);
+      for (int j = 0; j < kVectors; ++j) codes[j] = (vu)*reinterpret_cast<const vi_mem *>(b + j * W * 4);
 #pragma GCC unroll 4
-        for (int part = 0; part < 8 / kStep; ++part) {
-          const vu mask = splat_u(kStep == 4 ? 0x0f0f0f0fu : 0x000f000fu);
-          const int shift = kStep == 4 ? part * 4 : (part % 2) * 8 + part / 2 * 4;
-          const vi w = (vi)((codes >> shift) & mask);
+      for (int part = 0; part < 8 / kStep; ++part) {
+        const vu mask = splat_u(kStep == 4 ? 0x0f0f0f0fu : 0x000f000fu);
+        const int shift = kStep == 4 ? part * 4 : (part % 2) * 8 + part / 2 * 4;
+        vi w[kVectors];
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) w[j] = (vi)((codes[j] >> shift) & mask);
 #pragma GCC unroll 8
-          for (int m = 0; m < MR; ++m)
-            sum[m][j] = dot(sum[m][j], w, splat_i(load_step(a + m * lda + part * kStep)));
+        for (int m = 0; m < MR; ++m) {
+          const vi x = splat_i(load_step(a + m * lda + part * kStep));
+#pragma GCC unroll 4
+          for (int j = 0; j < kVectors; ++j) sum[m][j] = dot(sum[m][j], w[j], x);
         }
       }
     }
-    const f16 *scales = reinterpret_cast<const f16 *>(b), *minima = scales + kPanel;
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) {
-      const vf d = load(scales + j * W), low = load(minima + j * W);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m) {
-        const int64_t at = (row + m) * q.groups + g;
-        const vf x = splat(q.scales[at]);
-        acc[m][j] = fma(__builtin_convertvector(sum[m][j], vf) * x, d, acc[m][j]);
-        acc[m][j] = fma(splat(float(q.sums[at])) * x, low, acc[m][j]);
-      }
-    }
+    add_group<MR>(q, row, g, reinterpret_cast<const f16 *>(b), sum, acc);
     b += 4 * kPanel;
   }
 }
@@ -164,7 +165,7 @@ struct PanelTile {
   template <int MR>
   OCTAVO_INLINE void floats() const {
     const float *a = p.x + row * p.x_stride;
-    vf acc[MR][kVectors] = {};
+    vf acc[MR][kVectors];
     switch (p.w.format) {
       case OCTAVO_F32:
         float_tile<MR>(a, p.x_stride, reinterpret_cast<const float *>(b), p.w.k, acc);
@@ -179,15 +180,15 @@ struct PanelTile {
   }
   template <int MR>
   OCTAVO_INLINE void ints() const {
-    const int64_t inner = round_up(p.w.k, 4);
+    const int64_t inner = int8_inner(p.w.k);
     const float *scales = reinterpret_cast<const float *>(b + inner * kPanel);
     const Quantized &q = *p.q;
     vf acc[MR][kVectors] = {};
     for (int64_t g = 0; g < q.groups; ++g) {
       const int64_t from = g * kShared, n = inner - from < kShared ? inner - from : kShared;
-      vi sum[MR][kVectors] = {};
+      vi sum[MR][kVectors];
       int_tile<MR>(q.codes + row * q.stride + from, q.stride,
-                   reinterpret_cast<const int8_t *>(b) + from * kPanel, n / kStep, sum);
+                   reinterpret_cast<const int8_t *>(b) + from * kPanel, n / kCodes, sum);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; ++m) {
         const int64_t at = (row + m) * q.groups + g;
@@ -300,7 +301,7 @@ int32_t nearest(float x) { return int32_t(as_bits(x + 12582912.0f)) - 0x4b400000
 int32_t clamp(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
 
 void pack_int8(char *panel, const float *row, int64_t k, int c) {
-  const int64_t inner = round_up(k, 4);
+  const int64_t inner = int8_inner(k);
   int8_t *codes = reinterpret_cast<int8_t *>(panel);
   float most = 0;
   for (int64_t i = 0; row && i < k; ++i) {
@@ -311,7 +312,7 @@ void pack_int8(char *panel, const float *row, int64_t k, int c) {
   const float inverse = good && most > 1e-30f ? 127.0f / most : 0;
   for (int64_t i = 0; i < inner; ++i) {
     const int32_t code = row && i < k && good ? nearest(row[i] * inverse) : 0;
-    codes[(i / kStep * kPanel + c) * kStep + i % kStep] = static_cast<int8_t>(code + kOffset);
+    codes[(i / kCodes * kPanel + c) * kCodes + i % kCodes] = static_cast<int8_t>(code + kOffset);
   }
   reinterpret_cast<float *>(panel + inner * kPanel)[c] =
       !good ? __builtin_nanf("") : inverse > 0 ? most / 127.0f : 0;
@@ -378,10 +379,11 @@ void pack_int4(char *panel, const float *row, int64_t k, int64_t group, int c) {
 template <class S>
 int pack_panels(const octavo_weight &w, const Source &s, S *type) {
   const int64_t bytes = panel_bytes(w);
-  float *rows = static_cast<float *>(
-      octavo::scratch(size_t(octavo::max_threads()) * size_t(w.k) * sizeof(float)));
+  const int threads = octavo::max_threads();
+  float *rows =
+      static_cast<float *>(octavo::scratch(size_t(threads) * size_t(w.k) * sizeof(float)));
   if (!rows) return OCTAVO_NO_MEMORY;
-  parallel(panels(w), 1, octavo::max_threads(), [&](int slot, int64_t begin, int64_t end) {
+  parallel(panels(w), 1, threads, [&](int slot, int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       char *panel = static_cast<char *>(const_cast<void *>(w.data)) + p * bytes;
       for (int c = 0; c < kPanel; ++c) {
@@ -449,9 +451,9 @@ static void unpack_row(const octavo_weight &w, int64_t r, float *to) {
         to[i] = to_float(reinterpret_cast<const f16 *>(b)[flat]);
         break;
       case OCTAVO_INT8: {
-        const uint8_t code = uint8_t(b[(i / kStep * kPanel + c) * kStep + i % kStep]);
+        const uint8_t code = uint8_t(b[(i / kCodes * kPanel + c) * kCodes + i % kCodes]);
         const int value = int8_t(uint8_t(code - kOffset));
-        to[i] = float(value) * reinterpret_cast<const float *>(b + round_up(w.k, 4) * kPanel)[c];
+        to[i] = float(value) * reinterpret_cast<const float *>(b + int8_inner(w.k) * kPanel)[c];
         break;
       }
       default: {

@@ -3,7 +3,7 @@
 // A weight lies in panels of kPanel output columns. In a panel all that one step along the inner
 // dimension needs is contiguous, so a product reads each panel once, front to back:
 //   float32, bfloat16, float16   [k][kPanel]
-//   int8    [k / kStep][kPanel][kStep] codes, then float32 scales [kPanel]
+//   int8    [k / kCodes][kPanel][kCodes] codes, then float32 scales [kPanel]
 //   int4    per group of inner elements: [group / 8][kPanel][4] bytes (element i in the low half of
 //           byte i, element i + 4 in the high half), then float16 scales and minima [kPanel] each
 // A gated weight holds gate rows in the first half of every panel's vectors and the up rows that
@@ -25,12 +25,24 @@ constexpr int kVectors = 4;
 constexpr int kPanel = kVectors * W;
 
 // Row tiles: accumulators, one step's weights and one activation have to fit the registers.
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
 constexpr int kFloatRows = 14, kIntRows = 7, kGroupRows = 6;
+#elif defined(__AVX512F__)
+constexpr int kFloatRows = 14, kIntRows = 7, kGroupRows = 4;
+#elif defined(__AVXVNNI__)
+constexpr int kFloatRows = 6, kIntRows = 3, kGroupRows = 3;
 #elif defined(__AVX2__)
 constexpr int kFloatRows = 6, kIntRows = 3, kGroupRows = 2;
-#elif defined(__aarch64__) || defined(__powerpc64__)
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int kFloatRows = 6, kIntRows = 4, kGroupRows = 4;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kFloatRows = 6, kIntRows = 3, kGroupRows = 3;
+#elif defined(__aarch64__)
 constexpr int kFloatRows = 6, kIntRows = 3, kGroupRows = 2;
+#elif defined(__MMA__)
+constexpr int kFloatRows = 8, kIntRows = 8, kGroupRows = 8;
+#elif defined(__VSX__)
+constexpr int kFloatRows = 8, kIntRows = 6, kGroupRows = 3;
 #else
 constexpr int kFloatRows = 2, kIntRows = 1, kGroupRows = 1;
 #endif
@@ -41,7 +53,10 @@ typedef int16_t vs16 __attribute__((vector_size(W * 4)));
 typedef int8_t vs8_half __attribute__((vector_size(W * 2), aligned(1), may_alias));
 typedef int32_t vi_mem __attribute__((vector_size(W * 4), aligned(1), may_alias));
 
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD) || defined(__powerpc64__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define OCTAVO_VNNI 1
+#endif
+#if defined(OCTAVO_VNNI) || defined(__ARM_FEATURE_DOTPROD) || defined(__VSX__)
 constexpr int kStep = 4;      // inner elements in a 32-bit lane
 typedef int8_t Activation;
 #else
@@ -49,10 +64,16 @@ constexpr int kStep = 2;      // 16-bit products: vpmaddubsw would saturate
 typedef int16_t Activation;
 #endif
 // What is added to a signed weight before it is stored, where the instruction wants unsigned ones.
-#if defined(__AVX512VNNI__) || defined(__powerpc64__)
+#if defined(OCTAVO_VNNI) || defined(__VSX__)
 constexpr int kOffset = 128;
 #else
 constexpr int kOffset = 0;
+#endif
+// Inner elements of one column that lie together in an int8 panel.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int kCodes = 8;  // what smmla takes of a column
+#else
+constexpr int kCodes = kStep;
 #endif
 constexpr int64_t kInnerMultiple = 64;  // rows of activations are padded with zeros to this
 // Activations that share a scale beside int8 weights. One scale for a whole row would leave few codes
@@ -62,6 +83,8 @@ constexpr int64_t kShared = 64;
 OCTAVO_INLINE vi dot(vi acc, vi weight, vi x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weight, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)weight, (__m256i)x);
 #elif defined(__AVX512BW__)
   return acc + (vi)_mm512_madd_epi16((__m512i)weight, (__m512i)x);
 #elif defined(__AVX2__)
@@ -74,7 +97,7 @@ OCTAVO_INLINE vi dot(vi acc, vi weight, vi x) {
   int32x4_t lo = vmull_s16(vget_low_s16((int16x8_t)weight), vget_low_s16((int16x8_t)x));
   int32x4_t hi = vmull_high_s16((int16x8_t)weight, (int16x8_t)x);
   return acc + (vi)vpaddq_s32(lo, hi);
-#elif defined(__powerpc64__)
+#elif defined(__VSX__)
   return (vi)vec_msum((__vector signed char)x, (__vector unsigned char)weight,
                       (__vector signed int)acc);
 #else
@@ -92,6 +115,11 @@ OCTAVO_INLINE vi load_codes(const int8_t *p) {
   return (vi)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
 #elif defined(__AVX2__)
   return (vi)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#elif defined(__aarch64__)
+  return (vi)vmovl_s8(vld1_s8(p));
+#elif defined(__x86_64__)
+  const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
+  return (vi)_mm_srai_epi16(_mm_unpacklo_epi8(x, x), 8);
 #else
   return (vi)__builtin_convertvector(*reinterpret_cast<const vs8_half *>(p), vs16);
 #endif
@@ -105,6 +133,7 @@ OCTAVO_INLINE int32_t load_step(const Activation *p) {
 // --- weights ---
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline int64_t int8_inner(int64_t k) { return round_up(k, kCodes > 4 ? kCodes : 4); }
 inline int64_t panels(const octavo_weight &w) {
   return w.gated ? (w.n / 2 + kPanel / 2 - 1) / (kPanel / 2) : (w.n + kPanel - 1) / kPanel;
 }
@@ -117,7 +146,7 @@ inline int64_t panel_bytes(const octavo_weight &w) {
     case OCTAVO_F16:
       return round_up(w.k * kPanel * 2, 64);
     case OCTAVO_INT8:
-      return round_up(round_up(w.k, 4) * kPanel + 4 * kPanel, 64);
+      return round_up(int8_inner(w.k) * kPanel + 4 * kPanel, 64);
     default:
       return round_up(w.k / w.group * group_bytes(w.group), 64);
   }
@@ -233,6 +262,35 @@ inline void quantize_row(const float *x, int64_t k, const Quantized &q, int64_t 
                    q.sums + row * q.groups + g);
   }
   for (int64_t i = k; i < q.stride; ++i) codes[i] = 0;
+}
+
+// --- what tiles share ---
+
+// Tiles add in arrays of their own, every index of which the compiler can see: one that is also
+// indexed by variables lives in memory, and GCC stores to it in every turn of the loop.
+template <int MR, class V>
+OCTAVO_INLINE void give(const V (&sum)[MR][kVectors], V (&acc)[MR][kVectors]) {
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) acc[m][j] = sum[m][j];
+}
+
+// acc += a group's exact sums times its scales, and sums of activations times its minima.
+template <int MR>
+OCTAVO_INLINE void add_group(const Quantized &q, int64_t row, int64_t group, const f16 *scales,
+                             const vi (&sum)[MR][kVectors], vf (&acc)[MR][kVectors]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < kVectors; ++j) {
+    const vf d = load(scales + j * W), low = load(scales + kPanel + j * W);
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      const int64_t at = (row + m) * q.groups + group;
+      const vf x = splat(q.scales[at]);
+      acc[m][j] = fma(__builtin_convertvector(sum[m][j], vf) * x, d, acc[m][j]);
+      acc[m][j] = fma(splat(float(q.sums[at])) * x, low, acc[m][j]);
+    }
+  }
 }
 
 // --- what becomes of a product ---

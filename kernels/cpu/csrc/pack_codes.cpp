@@ -7,10 +7,10 @@ namespace {
 
 // Column c of a panel from one row of codes; row NULL: a column that does not exist.
 void put_int8(char *panel, const int8_t *row, float scale, int64_t k, int c) {
-  const int64_t inner = round_up(k, 4);
+  const int64_t inner = int8_inner(k);
   int8_t *codes = reinterpret_cast<int8_t *>(panel);
   for (int64_t i = 0; i < inner; ++i)
-    codes[(i / kStep * kPanel + c) * kStep + i % kStep] =
+    codes[(i / kCodes * kPanel + c) * kCodes + i % kCodes] =
         static_cast<int8_t>((row && i < k ? row[i] : 0) + kOffset);
   reinterpret_cast<float *>(panel + inner * kPanel)[c] = row ? scale : 0;
 }

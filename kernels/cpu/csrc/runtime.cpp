@@ -57,6 +57,7 @@ void wake_all(int *) {
 #endif
 
 int g_spins = 2000;  // pauses before a waiter sleeps: some tens of microseconds
+int spins() { return __atomic_load_n(&g_spins, __ATOMIC_RELAXED); }
 
 struct Pool {
   int threads = 1;
@@ -98,7 +99,8 @@ struct Pool {
     int seen = 0;
     for (;;) {
       int now = __atomic_load_n(&ticket, __ATOMIC_SEQ_CST);
-      for (int i = 0; now == seen && i < g_spins; ++i) {
+      const int pauses = spins();
+      for (int i = 0; now == seen && i < pauses; ++i) {
         relax();
         now = __atomic_load_n(&ticket, __ATOMIC_SEQ_CST);
       }
@@ -126,7 +128,8 @@ struct Pool {
     if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST)) wake_all(&ticket);
     work(0);
     change_ticket();
-    for (int i = 0; i < g_spins && __atomic_load_n(&inside, __ATOMIC_SEQ_CST); ++i) relax();
+    const int pauses = spins();
+    for (int i = 0; i < pauses && __atomic_load_n(&inside, __ATOMIC_SEQ_CST); ++i) relax();
     if (!__atomic_load_n(&inside, __ATOMIC_SEQ_CST)) return;
     int left = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
     while (left > 1) {
@@ -138,6 +141,7 @@ struct Pool {
 };
 
 Pool *g_pool = nullptr;
+int g_threads = 1;  // of g_pool, which may be gone by the time that who asks would look inside
 pthread_mutex_t g_region = PTHREAD_MUTEX_INITIALIZER;  // one region at a time
 thread_local bool t_inside = false;                    // a body that calls a kernel runs it alone
 
@@ -150,6 +154,8 @@ void *serve(void *pool) {
 void resize(int threads) {
   pthread_mutex_lock(&g_region);
   Pool *old = g_pool;
+  __atomic_store_n(&g_threads, 1, __ATOMIC_RELEASE);
+  __atomic_store_n(&g_pool, static_cast<Pool *>(nullptr), __ATOMIC_RELEASE);
   if (old) {
     __atomic_store_n(&old->stop, true, __ATOMIC_SEQ_CST);
     old->change_ticket();
@@ -157,7 +163,6 @@ void resize(int threads) {
     for (int i = 0; i < old->threads - 1; ++i) pthread_join(old->workers[i], nullptr);
     delete[] old->workers;
     delete old;
-    g_pool = nullptr;
   }
   Pool *pool = threads > 1 ? new (std::nothrow) Pool : nullptr;
   if (pool) {
@@ -167,6 +172,7 @@ void resize(int threads) {
       pool->threads = i + 2;
     }
   }
+  __atomic_store_n(&g_threads, pool ? pool->threads : 1, __ATOMIC_RELEASE);
   __atomic_store_n(&g_pool, pool, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&g_region);
 }
@@ -181,8 +187,7 @@ thread_local Buffer t_buffers[3];
 }  // namespace
 
 int max_threads() {
-  const Pool *pool = __atomic_load_n(&g_pool, __ATOMIC_ACQUIRE);
-  return pool && !t_inside ? pool->threads : 1;
+  return t_inside ? 1 : __atomic_load_n(&g_threads, __ATOMIC_ACQUIRE);
 }
 
 void parallel_for(int64_t n, int64_t grain, int threads,
@@ -238,7 +243,7 @@ void octavo_profile_read(double *seconds) {
   for (int i = 0; i < OCTAVO_PHASES; ++i) seconds[i] = octavo::g_seconds[i];
 }
 int octavo_set_threads(int threads, int spins) {
-  if (spins >= 0) octavo::g_spins = spins;
+  if (spins >= 0) __atomic_store_n(&octavo::g_spins, spins, __ATOMIC_RELAXED);
   octavo::resize(threads);
   return octavo::max_threads();
 }

@@ -1,8 +1,7 @@
 // One float32 vector type per variant, and the few functions the kernels build on.
 //
 // GCC's and clang's vector extensions give arithmetic, comparisons and selects; fused multiply-add
-// is always explicit (x86 and ARM are compiled with -ffp-contract=off), so that a value does not
-// depend on which loop the compiler happened to inline an expression into. No fast-math: NaN and
+// is always explicit (all is compiled with -ffp-contract=off), so that a value does not depend on which loop the compiler happened to inline an expression into. No fast-math: NaN and
 // infinity mean what they say.
 #pragma once
 #include "variant.h"
@@ -11,6 +10,11 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__VSX__)
+#include <altivec.h>
+#undef vector  // keywords that altivec.h makes macros of where the language is strict
+#undef pixel
+#undef bool
 #endif
 
 namespace OCTAVO_NS {
@@ -49,6 +53,8 @@ OCTAVO_INLINE vf fma(vf a, vf b, vf c) {
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__aarch64__)
   return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__VSX__)
+  return (vf)vec_madd((__vector float)a, (__vector float)b, (__vector float)c);
 #else
   return a * b + c;
 #endif
@@ -197,11 +203,25 @@ OCTAVO_INLINE void from_float(bf16 *p, float x) {
 OCTAVO_INLINE void from_float(f16 *p, float x) { p->bits = static_cast<uint16_t>(float_to_half(x)); }
 
 OCTAVO_INLINE vf load(const float *p) { return *reinterpret_cast<const vf_mem *>(p); }
-OCTAVO_INLINE vu widen(const uint16_t *p) {  // GCC splits the generic form into half vectors
+#if defined(__VSX__)
+OCTAVO_INLINE __vector unsigned short load_half_vector(const uint16_t *p) {  // in both halves
+  uint64_t four;
+  __builtin_memcpy(&four, p, 8);
+  return (__vector unsigned short)vec_splats(four);
+}
+#endif
+OCTAVO_INLINE vu widen(const uint16_t *p) {  // GCC splits the generic form, or goes by elements
 #if defined(__AVX512F__)
   return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
 #elif defined(__AVX2__)
   return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#elif defined(__x86_64__)
+  const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
+  return (vu)_mm_unpacklo_epi16(x, _mm_setzero_si128());
+#elif defined(__aarch64__)
+  return (vu)vmovl_u16(vld1_u16(p));
+#elif defined(__VSX__)
+  return (vu)vec_mergeh(load_half_vector(p), vec_splats((unsigned short)0));
 #else
   return __builtin_convertvector(*reinterpret_cast<const vh_mem *>(p), vu);
 #endif
@@ -214,6 +234,8 @@ OCTAVO_INLINE vf load(const f16 *p) {
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
 #elif defined(__aarch64__)
   return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
+#elif defined(__POWER9_VECTOR__)
+  return (vf)vec_extract_fp32_from_shorth(load_half_vector(&p->bits));
 #else
   return half_to_float(widen(&p->bits));
 #endif
@@ -222,6 +244,11 @@ OCTAVO_INLINE void store(float *p, vf x) { *reinterpret_cast<vf_mem *>(p) = x; }
 OCTAVO_INLINE void narrow(uint16_t *p, vu x) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16((__m512i)x));
+#elif defined(__aarch64__)
+  vst1_u16(p, vmovn_u32((uint32x4_t)x));
+#elif defined(__VSX__)
+  const __vector unsigned short four = vec_pack((__vector unsigned int)x, (__vector unsigned int)x);
+  __builtin_memcpy(p, &four, 8);
 #else
   *reinterpret_cast<vh_mem *>(p) = __builtin_convertvector(x, vh);
 #endif
@@ -234,6 +261,9 @@ OCTAVO_INLINE void store(f16 *p, vf x) {
   _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph((__m256)x, 0));
 #elif defined(__aarch64__)
   vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
+#elif defined(__POWER9_VECTOR__)
+  const auto four = vec_pack_to_short_fp32((__vector float)x, (__vector float)x);
+  __builtin_memcpy(p, &four, 8);
 #else
   narrow(&p->bits, float_to_half(x));
 #endif
