@@ -55,6 +55,8 @@ OCTAVO_INLINE void int_tile(const Activation *a, int64_t lda, const int8_t *b, i
                             vi (&acc)[MR][kVectors]) {
   if constexpr (matrix::ints(MR)) return matrix::int_tile<MR>(a, lda, b, steps, acc);
   vi sum[MR][kVectors] = {};
+  // Unrolled whole for the usual 64 inputs it would take registers from the sums around it.
+#pragma GCC unroll 1
   for (int64_t i = 0; i < steps; ++i, a += kStep, b += kPanel * kStep) {
     if constexpr (MR == 1)
       for (int j = 0; j < kPanel * kStep; j += 64) prefetch(b + j);

@@ -28,7 +28,7 @@ constexpr int kPanel = kVectors * W;
 #if defined(__AVX512VNNI__)
 constexpr int kFloatRows = 14, kIntRows = 7, kGroupRows = 6;
 #elif defined(__AVX512F__)
-constexpr int kFloatRows = 14, kIntRows = 7, kGroupRows = 4;
+constexpr int kFloatRows = 14, kIntRows = 6, kGroupRows = 4;
 #elif defined(__AVXVNNI__)
 constexpr int kFloatRows = 6, kIntRows = 3, kGroupRows = 3;
 #elif defined(__AVX2__)
@@ -42,7 +42,7 @@ constexpr int kFloatRows = 6, kIntRows = 3, kGroupRows = 2;
 #elif defined(__MMA__)
 constexpr int kFloatRows = 8, kIntRows = 8, kGroupRows = 8;
 #elif defined(__VSX__)
-constexpr int kFloatRows = 8, kIntRows = 6, kGroupRows = 3;
+constexpr int kFloatRows = 8, kIntRows = 4, kGroupRows = 2;
 #else
 constexpr int kFloatRows = 2, kIntRows = 1, kGroupRows = 1;
 #endif

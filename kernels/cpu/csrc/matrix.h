@@ -70,6 +70,7 @@ template <int MR>
 OCTAVO_INLINE void int_tile(const Activation *a, int64_t lda, const int8_t *b, int64_t steps,
                             vi (&acc)[MR][kVectors]) {
   Sums<MR> sum = {};
+#pragma GCC unroll 1
   for (int64_t i = 0; i < steps; ++i, a += kCodes, b += kPanel * kCodes) {
     if constexpr (MR <= 2) __builtin_prefetch(b + 1024), __builtin_prefetch(b + 1088);
     int8x16_t x[(MR + 1) / 2];
@@ -216,6 +217,7 @@ OCTAVO_INLINE void int_tile(const Activation *a, int64_t lda, const int8_t *b, i
   Sums<MR> sum;
   sum.clear();
   int64_t i = 0;
+#pragma GCC unroll 1
   for (; i + 4 <= steps; i += 4, a += 16) {
     vi x[Sums<MR>::fours][4];
     transpose<MR>(a, lda, x);
