@@ -206,11 +206,11 @@ def main() -> None:
     )
     for row in rows:
         made_of = code.get((row.machine, row.variant), "")
-        print(f"{row.machine:9}{row.cpu:32}{row.variant:13}{row.checks:>9}  {made_of}")
+        print(f"{row.machine:9}{row.cpu:34}{row.variant:13}{row.checks:>9}  {made_of}")
     ran = {(row.machine, row.variant) for row in rows}
     for (machine, isa), text in code.items():
         if (machine, isa) not in ran:
-            print(f"{machine:9}{'not run: no such CPU':32}{isa:13}{'-':>9}  {text}")
+            print(f"{machine:9}{'not run: no such CPU':34}{isa:13}{'-':>9}  {text}")
     if len({row.tokens for row in rows}) > 1:
         failures.append(
             f"seeded samples differ between variants: {[(r.machine, r.variant, r.tokens) for r in rows]}"

@@ -42,7 +42,7 @@ constexpr int kFloatRows = 6, kIntRows = 5, kGroupRows = 2;
 #elif defined(__MMA__)
 constexpr int kFloatRows = 8, kIntRows = 8, kGroupRows = 8;
 #elif defined(__VSX__)
-constexpr int kFloatRows = 8, kIntRows = 6, kGroupRows = 3;
+constexpr int kFloatRows = 8, kIntRows = 5, kGroupRows = 2;
 #else
 constexpr int kFloatRows = 2, kIntRows = 2, kGroupRows = 1;
 #endif
