@@ -88,9 +88,7 @@ def load_weights(
     return Loaded(weights, notes=tuple(notes))
 
 
-def packed_file(
-    files: ModelFiles, ops: Ops, placed: Placement, dtype: str
-) -> PackedFile | None:
+def packed_file(files: ModelFiles, ops: Ops, placed: Placement, dtype: str) -> PackedFile | None:
     """Where these weights, packed so, would be kept; None where they cannot be."""
     layout = ops.packed_key()
     if layout is None or files.derived_dir is None:
