@@ -4,7 +4,7 @@ described once, at the first layer, and kept in the step's inputs."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -30,6 +30,9 @@ class CpuKV:
     v: torch.Tensor
     block_size: int
     head_size_v: int
+    # Layers bound to this cache, by the id of their spec. Here and not in the ops: they hold weights
+    # and caches, and must go when the engine lets the cache go.
+    bound: dict[int, _BoundLayer] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,6 @@ class _BoundLayer:
     """A layer's description for the kernel, and what it was made of."""
 
     spec: LayerSpec
-    handle: CpuKV
     weights: Mapping[str, Any]
     layer: Any
 
@@ -114,7 +116,6 @@ class CpuOps(Ops):
 
     def __init__(self, provider: Provider | None = None) -> None:
         """provider: a library whose products stand in for the kernels' where weights have its format."""
-        self._layers: dict[int, _BoundLayer] = {}
         self._provider = provider
 
     def supports(self, name: str, spec: LayerSpec) -> bool:
@@ -122,9 +123,9 @@ class CpuOps(Ops):
 
     def decoder_layer(self, x: torch.Tensor, spec: LayerSpec, ctx: Ctx) -> torch.Tensor:
         handle: CpuKV = ctx.kv[spec.layer]
-        bound = self._layers.get(id(spec))
-        if bound is None or bound.handle is not handle or bound.weights is not ctx.weights:
-            bound = self._layers[id(spec)] = self._bind(spec, handle, ctx.weights)
+        bound = handle.bound.get(id(spec))
+        if bound is None or bound.weights is not ctx.weights:
+            bound = handle.bound[id(spec)] = self._bind(spec, handle, ctx.weights)
         steps = _steps(ctx.meta)
         key = ("layer", spec.group, spec.q_heads, spec.kv_heads, spec.head_size)
         step = steps.get(key)
@@ -149,7 +150,7 @@ class CpuOps(Ops):
             rotary_style=lib.INTERLEAVED if spec.interleaved else lib.NEOX,
             act=lib.ACTIVATIONS[spec.act],
         )
-        return _BoundLayer(spec, handle, weights, layer)
+        return _BoundLayer(spec, weights, layer)
 
     def pack_weight(
         self, parts: Mapping[str, torch.Tensor | QuantizedTensor], spec: WeightSpec, dtype: str

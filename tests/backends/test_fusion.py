@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -94,6 +96,21 @@ def test_the_fused_layer_gives_the_same_bits(
     fused = bits(tmp_path, Fused, monkeypatch, **NUMBERS[numbers])
     assert set(calls) == {"decoder_layer"}
     assert fused == single
+
+
+def test_a_closed_engine_lets_cache_and_weights_go(tmp_path: Path) -> None:
+    """Though its ops live on: what a layer was bound to must not hold them."""
+    make("Llama", {}).save_pretrained(tmp_path)
+    engine = build_engine(EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=40))
+    engine.add(Request(id="a", prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=2)))
+    while engine.has_unfinished():
+        engine.step()
+    runner: Any = engine._runner
+    assert runner._kv[0].bound, "no layer ran fused"
+    held = [weakref.ref(runner._kv[0].k), weakref.ref(next(iter(runner._weights.values())).buffer)]
+    engine.shutdown()
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
 
 
 def test_what_switches_a_fusion_off() -> None:
