@@ -19,7 +19,7 @@ from octavo.plugins import Backend, Capabilities, ExecutionPlan, Ops, Probe, hoo
 from octavo.plugins.conformance.case import Case, Dice, Failed, Finding, NotOffered, demand
 from octavo.plugins.conformance.scorecard import execution_of
 from octavo.plugins.conformance.subject import Subject
-from octavo.plugins.manager import Plugins, plugins
+from octavo.plugins.manager import FIRST_MAJOR, Plugins, plugins
 
 HEAVY = (
     "torch", "triton", "jax", "jaxlib", "libtpu", "torch_xla", "torch_tpu", "torch_npu", "habana_frameworks",
@@ -83,7 +83,7 @@ def _torch_state() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
         "grad mode": torch.is_grad_enabled(),
-        "random state": torch.get_rng_state().sum().item(),
+        "random state": torch.get_rng_state().numpy().tobytes(),
         "default device": str(torch.get_default_device()),
     }
 
@@ -195,7 +195,8 @@ def _registered(backend: Backend) -> Plugins:
 
 
 def handshake(subject: Subject, dice: Dice) -> Finding:
-    """This release takes the backend as it is, warns of a newer minor version, refuses other majors."""
+    """This release takes the backend as it is, one of a newer minor version or the major before with a
+    warning, and refuses other majors."""
     own = _registered(subject.backend)
     demand(not own.problems, f"it is refused: {own.problems[0].reason if own.problems else ''}")
     words = [w for w in own.warnings if "contract" in w]
@@ -203,6 +204,7 @@ def handshake(subject: Subject, dice: Dice) -> Finding:
     major, minor = API_VERSION
     for version, taken, warned in (
         ((major, minor + 1), True, True),
+        ((major - 1, 0), major > FIRST_MAJOR, major > FIRST_MAJOR),
         ((major + 1, 0), False, False),
         ((major - 2, 0), False, False),
     ):

@@ -94,15 +94,16 @@ def _coded(dice: Dice, spec: WeightSpec) -> tuple[Tensors, Array]:
 
 
 def multiplies(subject: Subject, dice: Dice, dtype: str, role: str) -> Finding:
-    """linear over stacked parts, with and without a bias, of rows with a stride."""
-    spec, parts, weight = _stacked(dice, role, dtype)
+    """linear over stacked parts, of rows with and without a stride."""
+    spec, parts, weight = _stacked(dice, "linear" if role == "bias" else role, dtype)
     packed = subject.ops.pack_weight(parts, spec, dtype)
-    return _product(subject, dice, dtype, spec, packed, weight, _rows(subject, dice, dtype))
+    rows = _rows(subject, dice, dtype)
+    return _product(subject, dice, dtype, spec, packed, weight, rows, biased=role == "bias")
 
 
 def _product(
     subject: Subject, dice: Dice, dtype: str, spec: WeightSpec, packed: PackedWeight, weight: Array,
-    rows: int, tolerance: float | None = None, by_rms: bool = False,
+    rows: int, tolerance: float | None = None, by_rms: bool = False, biased: bool = False,
 ) -> Finding:  # fmt: skip
     kind = subject.activation(dtype)
     n, k = spec.shape
@@ -115,7 +116,7 @@ def _product(
         out = subject.ops.act_and_mul(subject.ops.linear(given, packed), "silu")
         exact = truth.act_and_mul(exact, "silu")
     else:
-        if dice.random() < 0.5:
+        if biased:
             bias_spec = WeightSpec("bias", "bias", (("bias", (n,)),))
             bias, values = subject.pack(dice.standard_normal(n), bias_spec, dtype)
             exact = exact + values
@@ -148,8 +149,9 @@ def quantised_codes(subject: Subject, dice: Dice, dtype: str, scheme: str) -> Fi
     spec, _, _ = _stacked(dice, "linear", dtype, scheme)
     parts, weight = _coded(dice, spec)
     packed = subject.ops.pack_weight(parts, spec, dtype)
-    bound = max(FORM_TOLERANCE.get(scheme, 3e-2), _tolerance(subject, dtype))
-    return _product(subject, dice, dtype, spec, packed, weight, _rows(subject, dice, dtype), bound)
+    bound = max(FORM_TOLERANCE.get(scheme, 1.5e-2), _tolerance(subject, dtype))
+    rows = _rows(subject, dice, dtype)
+    return _product(subject, dice, dtype, spec, packed, weight, rows, bound, by_rms=True)
 
 
 def quantised_floats(subject: Subject, dice: Dice, dtype: str, scheme: str) -> Finding:
@@ -309,6 +311,7 @@ def cases(subject: Subject, full: bool) -> list[Case]:
 
     for dtype in subject.dtypes:
         add("linear", dtype, "plain", 4, multiplies, dtype, "linear")
+        add("linear", dtype, "bias", 3, multiplies, dtype, "bias")
         add("linear", dtype, "gated", 2, multiplies, dtype, "gated")
         add("linear", dtype, "head", 2, multiplies, dtype, "head")
         add("linear", dtype, "no-rows", 1, no_rows, dtype)
