@@ -174,11 +174,15 @@ inline Column column(const octavo_weight &w, int64_t panel, int c) {
 
 // --- quantised activations: codes in [-127, 127], and for each row and group a scale and the codes' sum ---
 
+// A group's scales and sums of neighbouring rows lie together: a tile then reaches them all from one
+// address, and has its registers for sums.
 struct Quantized {
   Activation *codes;  // [rows, stride]
-  float *scales;      // [rows, groups]
-  int32_t *sums;      // [rows, groups]
-  int64_t stride, groups, group;  // group: kShared, or int4's; the last one may be shorter
+  float *scales;      // [groups, rows]
+  int32_t *sums;      // [groups, rows]
+  int64_t rows, stride, groups, group;  // group: kShared, or int4's; the last one may be shorter
+
+  int64_t at(int64_t group_, int64_t row) const { return group_ * rows + row; }
 };
 
 inline int64_t inner_stride(int64_t k) { return round_up(k, kInnerMultiple); }
@@ -191,6 +195,7 @@ inline int64_t quantized_bytes(const octavo_weight &w, int64_t rows) {
 inline Quantized quantized_at(const octavo_weight &w, int64_t rows, void *memory) {
   Quantized q;
   char *at = static_cast<char *>(memory);
+  q.rows = rows;
   q.stride = inner_stride(w.k);
   q.group = shared(w);
   q.groups = (w.k + q.group - 1) / q.group;
@@ -258,8 +263,7 @@ inline void quantize_row(const float *x, int64_t k, const Quantized &q, int64_t 
   Activation *codes = q.codes + row * q.stride;
   for (int64_t g = 0; g < q.groups; ++g) {
     const int64_t from = g * q.group, n = k - from < q.group ? k - from : q.group;
-    quantize_group(x + from, n, codes + from, q.scales + row * q.groups + g,
-                   q.sums + row * q.groups + g);
+    quantize_group(x + from, n, codes + from, q.scales + q.at(g, row), q.sums + q.at(g, row));
   }
   for (int64_t i = k; i < q.stride; ++i) codes[i] = 0;
 }
@@ -280,15 +284,16 @@ OCTAVO_INLINE void give(const V (&sum)[MR][kVectors], V (&acc)[MR][kVectors]) {
 template <int MR>
 OCTAVO_INLINE void add_group(const Quantized &q, int64_t row, int64_t group, const f16 *scales,
                              const vi (&sum)[MR][kVectors], vf (&acc)[MR][kVectors]) {
+  const float *row_scales = q.scales + q.at(group, row);
+  const int32_t *row_sums = q.sums + q.at(group, row);
 #pragma GCC unroll 4
   for (int j = 0; j < kVectors; ++j) {
     const vf d = load(scales + j * W), low = load(scales + kPanel + j * W);
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
-      const int64_t at = (row + m) * q.groups + group;
-      const vf x = splat(q.scales[at]);
+      const vf x = splat(row_scales[m]);
       acc[m][j] = fma(__builtin_convertvector(sum[m][j], vf) * x, d, acc[m][j]);
-      acc[m][j] = fma(splat(float(q.sums[at])) * x, low, acc[m][j]);
+      acc[m][j] = fma(splat(float(row_sums[m])) * x, low, acc[m][j]);
     }
   }
 }
