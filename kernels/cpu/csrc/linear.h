@@ -206,10 +206,6 @@ inline Quantized quantized_at(const octavo_weight &w, int64_t rows, void *memory
   return q;
 }
 
-OCTAVO_INLINE vi to_codes(vf x) {  // nearest even, for |x| < 2^22
-  return (vi)(x + 12582912.0f) - splat_i(0x4b400000);
-}
-
 OCTAVO_INLINE void store_codes(Activation *to, vi c) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(Activation) == 1)
@@ -224,40 +220,37 @@ OCTAVO_INLINE void store_codes(Activation *to, vi c) {
 // Symmetric by row and group: scale = max |x| / 127. A group with a NaN or infinity gets a NaN scale,
 // and so its row a NaN result: it is never quietly wrong.
 inline void quantize_group(const float *x, int64_t n, Activation *codes, float *scale, int32_t *sum) {
-  vf top = {}, poison = {};
-  int64_t i = 0;
+  // Magnitudes as integers: they order as the numbers do, and infinity and NaN come after all numbers.
+  vu top = {};
   const vu magnitude = splat_u(0x7fffffffu);
-  // vmax(a, NaN) is NaN, but the next vmax(NaN, b) is b: look for them apart.
+  int64_t i = 0;
   for (; i + W <= n; i += W) {
-    const vf v = load(x + i);
-    top = vmax(top, (vf)((vu)v & magnitude));
-    poison = fma(v, vf{}, poison);
+    const vu v = (vu)load(x + i) & magnitude;
+    top = v > top ? v : top;
   }
   if (i < n) {
-    const vf v = load_part(x + i, int(n - i));
-    top = vmax(top, (vf)((vu)v & magnitude));
-    poison = fma(v, vf{}, poison);
+    const vu v = (vu)load_part(x + i, int(n - i)) & magnitude;
+    top = v > top ? v : top;
   }
-  const float most = hmax(top), bad = hsum(poison);
-  const float inverse = most > 0 && bad == 0 ? 127.0f / most : 0.0f;
+  const bool bad = bits(top > splat_u(0x7f7fffffu)) != 0;
+  const float most = bad ? 0.0f : hmax((vf)top);
+  const float inverse = most > 0 ? 127.0f / most : 0.0f;
   // 127 / most overflows for subnormal groups: they are zero for all that follows.
   const float safe = inverse < 3.4e38f ? inverse : 0.0f;
-  *scale = bad == 0 ? (safe > 0 ? most / 127.0f : 0.0f) : __builtin_nanf("");
-  const vf factor = splat(safe);
-  vi total = {};
+  *scale = bad ? __builtin_nanf("") : safe > 0 ? most / 127.0f : 0.0f;
+  const vf factor = splat(safe), magic = splat(12582912.0f);
+  vf total = {};  // of whole numbers below 2^24: exact
   for (i = 0; i < n; i += W) {
     const int part = n - i < W ? int(n - i) : W;
-    vi c = to_codes((part == W ? load(x + i) : load_part(x + i, part)) * factor);
-    if (bad != 0) c = vi{};
-    total = total + c;
+    const vf shifted = (part == W ? load(x + i) : load_part(x + i, part)) * factor + magic;
+    const vi c = bad ? vi{} : (vi)shifted - (vi)magic;  // nearest even, for |x| < 2^22
+    total = total + (shifted - magic);
     if (part == W)
       store_codes(codes + i, c);
     else
       for (int j = 0; j < part; ++j) codes[i + j] = static_cast<Activation>(c[j]);
   }
-  int32_t whole = 0;
-  for (int j = 0; j < W; ++j) whole += total[j];
-  *sum = whole;
+  *sum = bad ? 0 : int32_t(hsum(total));
 }
 inline void quantize_row(const float *x, int64_t k, const Quantized &q, int64_t row) {
   Activation *codes = q.codes + row * q.stride;
