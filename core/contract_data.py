@@ -121,7 +121,22 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One kind of step. Empty bucket tuples mean that any size will do."""
+    """One kind of step, and the sizes of its batches. Empty bucket tuples mean that any size will do.
+
+    kinds: what the lane takes. "decode": one token that is drawn from, of a sequence whose earlier
+    tokens are computed. "prefill": everything else; also a single token, of a sequence that starts or
+    that draws several samples. "mixed" (or both): anything, in one batch.
+    max_seqs, max_tokens: what a batch may hold; the largest buckets bound it, too.
+    chunk_multiple: a part of a prompt that is not its last has a multiple of so many tokens.
+    token_buckets, seq_buckets, block_buckets: sizes to which T, S and the width of the block tables
+    are padded, rising. A sequence never has more blocks than the largest block bucket.
+    exclusive: whether the lane has a step for itself. Lanes that are not share steps: one batch each.
+    Of the lanes that share a step at most one takes prompts and one decoding sequences.
+    chunked: whether a prompt may be computed in parts. False, for attention that sees no earlier
+    tokens: a prompt is computed whole in one step, none longer than the lane is taken, and the prefix
+    cache is off. A sequence that was preempted after it outgrew the lane computes the rest token by
+    token, as decode items of which only the last is drawn from.
+    """
 
     kinds: tuple[Literal["prefill", "decode", "mixed"], ...] = ("mixed",)
     max_seqs: int = 64
@@ -131,6 +146,8 @@ class Lane:
     seq_buckets: tuple[int, ...] = ()
     block_buckets: tuple[int, ...] = ()
     exclusive: bool = False
+    row_buckets: tuple[int, ...] = ()
+    chunked: bool = True
 
 
 @dataclass(frozen=True, slots=True)

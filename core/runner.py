@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from octavo.core.bad_words import VocabularyIndex
 from octavo.core.batch import BatchBuilder
@@ -20,7 +22,7 @@ from octavo.core.contract import (
 )
 from octavo.core.models.base import Model
 from octavo.core.sampler import Sampler
-from octavo.core.types import Batch, StepPlan, StepResult
+from octavo.core.types import Batch, StepPlan, StepResult, TokenLogprobs
 
 
 def forward_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
@@ -60,7 +62,10 @@ class Runner:
     ) -> None:
         self._backend, self._device, self._ops = backend, device, ops
         self._weights, self._kv = weights, kv
-        self._builders = [BatchBuilder(lane, plan.block_size, num_groups) for lane in plan.lanes]
+        self._builders = [
+            BatchBuilder(lane, plan.block_size, num_groups, index=i)
+            for i, lane in enumerate(plan.lanes)
+        ]
         self._forward = backend.compile(
             Program("forward", forward_program(model), model), plan, device
         )
@@ -74,13 +79,23 @@ class Runner:
         with torch.inference_mode():
             if step.copies:
                 self._kv = self._ops.copy_blocks(self._kv, step.copies)
-            batch = self._build(step)
-            inputs = self._backend.prepare(batch, None, self._device)
-            out, self._kv = self._forward(self._weights, self._kv, inputs)
-            return self._sampler.run(step, out.logits)
+            # All lanes are under way before the host waits for the first one's tokens.
+            parts = step.parts
+            outs = [self._run(self._build(part)) for part in parts]
+            found = [
+                self._sampler.run(part, out.logits) for part, out in zip(parts, outs, strict=True)
+            ]
+        return found[0] if len(found) == 1 else _joined(found)
 
-    def _build(self, step: StepPlan) -> Batch:
-        return self._builders[step.lane].build(step)
+    def _build(self, part: StepPlan) -> Batch:
+        return self._builders[part.lane].build(part)
+
+    def _run(self, batch: Batch) -> StepOut:
+        """The forward pass of one lane's batch."""
+        inputs = self._backend.prepare(batch, None, self._device)
+        out: StepOut
+        out, self._kv = self._forward(self._weights, self._kv, inputs)
+        return out
 
     def close(self) -> None:
         """Drops weights and KV cache."""
@@ -89,3 +104,13 @@ class Runner:
     @property
     def kv(self) -> list[Any]:
         return self._kv
+
+
+def _joined(found: Sequence[StepResult]) -> StepResult:
+    """The results of a step's lanes as one."""
+    logprobs: list[TokenLogprobs | None] = []
+    if any(result.logprobs for result in found):
+        for result in found:
+            logprobs.extend(result.logprobs or [None] * len(result.tokens))
+    prompt = {name: entries for result in found for name, entries in result.prompt_logprobs.items()}
+    return StepResult(np.concatenate([result.tokens for result in found]), logprobs, prompt)

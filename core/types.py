@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+BatchKind = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -370,17 +371,34 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Who runs this step. `copies` (source block, destination block) run before anything is written;
-    every destination stands in it once."""
+    every destination stands in it once.
+
+    All items are of `lane`, unless several lanes share the step: then `lanes` has each lane's index
+    and how many of `items` are its own, in order.
+    """
 
     step: int
     items: tuple[ScheduledTokens, ...]
     copies: tuple[tuple[int, int], ...] = ()
     preempted: tuple[str, ...] = ()
     lane: int = 0
+    lanes: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum([item.count for item in self.items])
+
+    @property
+    def parts(self) -> tuple[StepPlan, ...]:
+        """The plan cut by lanes, without copies: a batch each."""
+        if not self.lanes:
+            return (self,)
+        found = []
+        start = 0
+        for lane, count in self.lanes:
+            found.append(StepPlan(self.step, self.items[start : start + count], lane=lane))
+            start += count
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +424,10 @@ class Batch:
     token_src: Int32 | None = None  # [T]; i >= 0: the token is row i of the step before
     max_query_len: int = 0
     max_context_len: int = 0
+    lane: int = 0  # index in `ExecutionPlan.lanes`
+    # The lane's kind where it has one. In a mixed lane: "decode" when every item is one token that is
+    # drawn from once, "prefill" when none is.
+    kind: BatchKind = "mixed"
 
 
 @dataclass(frozen=True, slots=True)
