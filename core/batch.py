@@ -143,21 +143,23 @@ class BatchBuilder:
         num_rows = seqs if rows is None else len(rows)
         padded_tokens = bucket(tokens, lane.token_buckets)
         padded_seqs = bucket(seqs, lane.seq_buckets)
+        padded_rows = bucket(num_rows, lane.row_buckets)
         width = bucket(max([item.sequence.num_blocks for item in items]), lane.block_buckets)
         while len(self._arange) <= tokens:
             self._arange = np.arange(2 * len(self._arange))
         buffers = self._buffers[self._built % len(self._buffers)]
         self._built += 1
-        buffers.reserve(padded_tokens, padded_seqs, width, num_rows)
+        buffers.reserve(padded_tokens, padded_seqs, width, padded_rows)
         table = buffers.fill_tables(items, padded_seqs)
         token_ids, positions = buffers.token_ids[:padded_tokens], buffers.positions[:padded_tokens]
         slots = buffers.slots[:padded_tokens]
         query_start = buffers.query_start[: padded_seqs + 1]
         context_lens = buffers.context_lens[:padded_seqs]
-        logits_rows = buffers.logits_rows[:num_rows]
+        logits_rows = buffers.logits_rows[:padded_rows]
         fill = self._fill_prompts if rows is not None else self._fill_decodes
         row_of = fill(items, tokens, token_ids, positions, query_start)
-        logits_rows[:] = self._arange[:seqs] if rows is None else rows
+        logits_rows[:num_rows] = self._arange[:seqs] if rows is None else rows
+        logits_rows[num_rows:] = 0
 
         at = positions[:tokens]
         block, offset = np.divmod(at, self._block_size)
@@ -184,6 +186,7 @@ class BatchBuilder:
             max_context_len=max([item.start + item.count for item in items]),
             lane=self._index,
             kind=self._kind or _kind(items, rows is None),
+            num_rows=num_rows,
         )
 
     def _fill_decodes(

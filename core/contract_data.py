@@ -49,6 +49,9 @@ class Capabilities:
     kv_dtypes: tuple[str, ...] = ("float32",)
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     head_sizes: tuple[int, int, int] = (1, 1024, 1)  # smallest, largest, multiple
+    # "dynamic": any. "bucketed": those of the plan's lanes are best, and are run once at the start.
+    # "static": nothing but the compiled programs runs on the device, at bucket shapes; what changes
+    # logits, and log-probabilities, are computed on the host.
     shapes: Literal["dynamic", "bucketed", "static"] = "dynamic"
     graph_capture: bool = False
     swap: bool = False
@@ -128,8 +131,10 @@ class Lane:
     that draws several samples. "mixed" (or both): anything, in one batch.
     max_seqs, max_tokens: what a batch may hold; the largest buckets bound it, too.
     chunk_multiple: a part of a prompt that is not its last has a multiple of so many tokens.
-    token_buckets, seq_buckets, block_buckets: sizes to which T, S and the width of the block tables
-    are padded, rising. A sequence never has more blocks than the largest block bucket.
+    token_buckets, seq_buckets, block_buckets, row_buckets: sizes to which T, S, the width of the block
+    tables and the rows of logits are padded, rising. A sequence never has more blocks than the largest
+    block bucket. With row buckets "forward" always returns logits [bucket, V], and "sample" is called
+    with these as they are and with inputs padded by greedy rows; the core cuts what it returns.
     exclusive: whether the lane has a step for itself. Lanes that are not share steps: one batch each.
     Of the lanes that share a step at most one takes prompts and one decoding sequences.
     chunked: whether a prompt may be computed in parts. False, for attention that sees no earlier
@@ -231,7 +236,8 @@ class Program:
     """A pure function the shared runner will call every step, offered to `Backend.compile`.
 
     forward: fn(weights, kv, inputs) -> (StepOut, kv).
-    sample:  fn(logits [L, V] float32, SampleInputs) -> tokens [L] int64.
+    sample:  fn(logits [L, V], SampleInputs) -> tokens [L] int64. Logits are float32, unless the device's
+             shapes are static: then they are what "forward" returned, and `fn` widens them.
     The set of kinds is open: a backend returns `fn` as it is for one it does not know.
     """
 
@@ -243,7 +249,8 @@ class Program:
 
 @dataclass(slots=True)
 class StepOut:
-    """Device-side results of a forward pass. `logits` [L, V] belong to `Batch.logits_rows`."""
+    """Device-side results of a forward pass. `logits` [L, V], float32, bfloat16 or float16, belong to
+    `Batch.logits_rows`; they must hold until the other lanes of the step have run, too."""
 
     logits: Any
     hidden: Any = None

@@ -21,7 +21,7 @@ from octavo.core.contract import (
     StepOut,
 )
 from octavo.core.models.base import Model
-from octavo.core.sampler import Sampler
+from octavo.core.sampler import Sampler, StaticSampler, sample_program
 from octavo.core.types import Batch, StepPlan, StepResult, TokenLogprobs
 
 
@@ -69,8 +69,16 @@ class Runner:
         self._forward = backend.compile(
             Program("forward", forward_program(model), model), plan, device
         )
-        sample = backend.compile(Program("sample", ops.sample, model), plan, device)
-        self._sampler = Sampler(sample, ops, backend.torch_device(device), vocabulary)
+        self._lanes = plan.lanes
+        where = backend.torch_device(device)
+        static = backend.capabilities(device).shapes == "static"
+        draw = sample_program(ops) if static else ops.sample
+        sample = backend.compile(Program("sample", draw, model), plan, device)
+        self._sampler = (
+            StaticSampler(sample, where, vocabulary)
+            if static
+            else Sampler(sample, ops, where, vocabulary)
+        )
 
     def execute(self, step: StepPlan) -> StepResult:
         """Copies blocks, runs the forward pass and draws the step's tokens."""
@@ -80,11 +88,12 @@ class Runner:
             if step.copies:
                 self._kv = self._ops.copy_blocks(self._kv, step.copies)
             # All lanes are under way before the host waits for the first one's tokens.
-            parts = step.parts
-            outs = [self._run(self._build(part)) for part in parts]
-            found = [
-                self._sampler.run(part, out.logits) for part, out in zip(parts, outs, strict=True)
-            ]
+            under_way = []
+            for part in step.parts:
+                batch = self._build(part)
+                padded = batch.num_rows if self._lanes[part.lane].row_buckets else None
+                under_way.append((part, self._run(batch).logits, padded))
+            found = [self._sampler.run(part, logits, rows) for part, logits, rows in under_way]
         return found[0] if len(found) == 1 else _joined(found)
 
     def _build(self, part: StepPlan) -> Batch:

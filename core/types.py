@@ -405,7 +405,7 @@ class StepPlan:
 class Batch:
     """One lane of a step as plain host arrays, padded to the lane's bucket.
 
-    T tokens (padded), S sequences (padded), L rows of logits. Per KV group g: `slots[g]` [T] int64,
+    T tokens, S sequences and L rows of logits, all padded. Per KV group g: `slots[g]` [T] int64,
     `block_tables[g]` [S, blocks] int32 (0, the null block, where unused). A slot of -1 is padding.
 
     The arrays are views of buffers that are used again: they hold until the step is done, and while
@@ -418,7 +418,7 @@ class Batch:
     positions: Int64  # [T]
     query_start: Int32  # [S + 1], padded with its last value
     context_lens: Int32  # [S], tokens in the KV cache once this step is written; 0 for padding
-    logits_rows: Int32  # [L], rows of T; a row may stand there more than once
+    logits_rows: Int32  # [L], rows of T; a row may stand there more than once; padded with row 0
     slots: tuple[Int64, ...]
     block_tables: tuple[Int32, ...]
     token_src: Int32 | None = None  # [T]; i >= 0: the token is row i of the step before
@@ -428,6 +428,7 @@ class Batch:
     # The lane's kind where it has one. In a mixed lane: "decode" when every item is one token that is
     # drawn from once, "prefill" when none is.
     kind: BatchKind = "mixed"
+    num_rows: int = 0  # L without padding
 
 
 @dataclass(frozen=True, slots=True)

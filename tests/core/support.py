@@ -173,7 +173,8 @@ class NullRunner:
             self._verify(
                 item.sequence, table[i], int(batch.context_lens[i]), item.start + item.count
             )
-        rows = batch.logits_rows
+        assert not batch.logits_rows[batch.num_rows :].any()
+        rows = batch.logits_rows[: batch.num_rows]
         drawn = sum(item.samples for item in part.items)
         assert rows[:drawn].tolist() == [
             int(batch.query_start[i + 1]) - 1
