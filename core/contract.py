@@ -123,7 +123,10 @@ class Backend:
         return ops.prepare(batch, prev, self.torch_device(device))
 
     def compile(self, program: Program, plan: ExecutionPlan, device: str) -> Callable[..., Any]:
-        """What the runner will call for this program; the default is the program's own function."""
+        """What the runner will call for this program; the default is the program's own function.
+
+        It may have an attribute `compilations`: how many programs it has built so far.
+        """
         return program.fn
 
     def instruments(self, device: str) -> Instruments | None:

@@ -5,9 +5,11 @@ Imported from `octavo.core.contract`, or `octavo.plugins` by a plug-in. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from octavo.core.types import Batch
 
 Handle = Any
 """A layer's KV cache as its backend keeps it. The core passes it around and never looks inside."""
@@ -239,12 +241,23 @@ class Program:
     sample:  fn(logits [L, V], SampleInputs) -> tokens [L] int64. Logits are float32, unless the device's
              shapes are static: then they are what "forward" returned, and `fn` widens them.
     The set of kinds is open: a backend returns `fn` as it is for one it does not know.
+
+    What `compile` returns may have an attribute `compilations`, how many programs it has built so far:
+    it is told in the engine's statistics, and must not grow after the start.
     """
 
     kind: str
     fn: Callable[..., Any]
     model: Any = None
     example: Any = None
+    groups: int = 1  # KV groups of the model
+
+    def example_batches(self, plan: ExecutionPlan) -> Iterator[Batch]:
+        """One batch of padding for each combination of buckets that a step of the plan's lanes can need,
+        as the core will run them at the start when `Capabilities.shapes` is not "dynamic"."""
+        from octavo.core.warm_up import example_batches
+
+        return example_batches(plan.lanes, self.groups)
 
 
 @dataclass(slots=True)

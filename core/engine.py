@@ -60,7 +60,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRunner(Protocol):
-    """What computes a step."""
+    """What computes a step. `compilations`: programs that its device has built so far."""
+
+    @property
+    def compilations(self) -> int: ...
 
     def execute(self, step: StepPlan) -> StepResult: ...
 
@@ -151,7 +154,8 @@ class Engine:
         return updates
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        return msgspec.structs.replace(stats, compilations=self._runner.compilations)
 
     def shutdown(self) -> None:
         """Ends every request and lets the weights go."""

@@ -20,9 +20,11 @@ from octavo.core.contract import (
     Program,
     StepOut,
 )
+from octavo.core.loading.progress import Progress
 from octavo.core.models.base import Model
 from octavo.core.sampler import Sampler, StaticSampler, sample_program
 from octavo.core.types import Batch, StepPlan, StepResult, TokenLogprobs
+from octavo.core.warm_up import example_batches
 
 
 def forward_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
@@ -66,19 +68,44 @@ class Runner:
             BatchBuilder(lane, plan.block_size, num_groups, index=i)
             for i, lane in enumerate(plan.lanes)
         ]
-        self._forward = backend.compile(
-            Program("forward", forward_program(model), model), plan, device
-        )
+        self._plan, self._groups = plan, num_groups
+        forward = Program("forward", forward_program(model), model, groups=num_groups)
+        self._forward = backend.compile(forward, plan, device)
         self._lanes = plan.lanes
         where = backend.torch_device(device)
         static = backend.capabilities(device).shapes == "static"
         draw = sample_program(ops) if static else ops.sample
-        sample = backend.compile(Program("sample", draw, model), plan, device)
+        sample = Program("sample", draw, model, groups=num_groups)
+        self._sample = backend.compile(sample, plan, device)
         self._sampler = (
-            StaticSampler(sample, where, vocabulary)
+            StaticSampler(self._sample, where, vocabulary)
             if static
-            else Sampler(sample, ops, where, vocabulary)
+            else Sampler(self._sample, ops, where, vocabulary)
         )
+
+    def warm_up(self, progress: Progress) -> int:
+        """Runs the programs once at every shape that a step can have, so that none is compiled later.
+        Returns how many shapes there are."""
+        import torch
+
+        batches = list(example_batches(self._plan.lanes, self._groups))
+        task = progress.task(f"Warming up {len(batches)} shapes", len(batches))
+        seen: set[tuple[int, ...]] = set()
+        with torch.inference_mode():
+            for batch in batches:
+                logits = self._run(batch).logits
+                if tuple(logits.shape) not in seen:
+                    seen.add(tuple(logits.shape))
+                    self._sampler.warm_up(logits)
+                task.advance(1)
+        task.close()
+        return len(batches)
+
+    @property
+    def compilations(self) -> int:
+        """Programs that the backend says it has built."""
+        programs = (self._forward, self._sample)
+        return sum(int(getattr(program, "compilations", 0)) for program in programs)
 
     def execute(self, step: StepPlan) -> StepResult:
         """Copies blocks, runs the forward pass and draws the step's tokens."""

@@ -179,6 +179,17 @@ class Sampler:
                     tokens[i] = -1  # the fault lies in logits that parameters had masked
         return StepResult(tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
 
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Runs the program once for greedy rows alone and once as other rows have it, on these logits
+        of whatever value."""
+        greedy = self._greedy_inputs(len(logits))
+        for inputs in (greedy, replace(greedy, all_greedy=False)):
+            self._sample(self._for_program(logits), inputs).cpu()
+
+    def _for_program(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits in the dtype that the program takes."""
+        return logits.float()
+
     def _draw(self, logits: torch.Tensor, inputs: SampleInputs) -> Int64:
         picked = self._sample(logits, inputs)
         finite = logits.gather(1, picked.clamp_min(0)[:, None])[:, 0].isfinite()
@@ -351,6 +362,9 @@ class StaticSampler(Sampler):
         host = Ops()
         super().__init__(sample, host, device, vocabulary)
         self._host = Sampler(host.sample, host, host.device, vocabulary)
+
+    def _for_program(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
 
     def run(self, plan: StepPlan, logits: torch.Tensor, num_rows: int | None = None) -> StepResult:
         items = [item for item in plan.items if item.samples]

@@ -146,6 +146,9 @@ def build_engine(
             _vocabulary(files, shape.vocab_size),
             len(shape.kv),
         )
+        if backend.capabilities(device).shapes != "dynamic":
+            count = runner.warm_up(progress)
+            phases.notes.append(f"{count} shapes of steps were run once")
     info = ModelInfo(
         name=files.name,
         architecture=made.model_class.__name__,

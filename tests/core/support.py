@@ -201,6 +201,8 @@ class NullRunner:
         }
         return StepResult(np.array(tokens, np.int64), (), prompt)
 
+    compilations = 0
+
     def close(self) -> None:
         self.closed = True
 

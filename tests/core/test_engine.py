@@ -92,6 +92,8 @@ class Failing:
             raise RuntimeError("out of luck")
         return self.inner.execute(step)
 
+    compilations = 0
+
     def close(self) -> None:
         self.inner.close()
 
