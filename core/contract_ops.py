@@ -63,7 +63,8 @@ class Ops:
         """The residual stream x [T, hidden] after one layer; may work in place. Optional."""
         raise NotImplementedError("no decoder_layer: `supports` was not asked")
 
-    # KV cache: one opaque handle per layer; an op returns the handle to use from now on.
+    # KV cache: one opaque handle per layer; an op returns the handle to use from now on. The one it was
+    # given may be invalid then (donated to the device): the core never touches it again.
 
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes that one block of one layer of the group takes."""
@@ -72,6 +73,11 @@ class Ops:
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[Handle]:
         """One handle per layer, in layer order."""
         return portable.alloc_kv(self.device, groups, num_blocks, block_size)
+
+    def kv_lost(self, handles: list[Handle]) -> bool:
+        """Asked after a step that failed: whether any of these handles, the newest that the core has, is
+        no longer valid. Then `alloc_kv` is called anew and all that runs is computed again."""
+        return False
 
     def write_kv(
         self, handle: Handle, k: torch.Tensor, v: torch.Tensor, meta: Inputs, group: int = 0

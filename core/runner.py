@@ -46,7 +46,7 @@ class Runner:
 
     Args:
         weights: packed weights and tables by name.
-        kv: one handle per layer.
+        kv: one handle per layer; alloc_kv: makes such a KV cache anew, empty.
         vocabulary: skip_special -> the vocabulary's bytes, for bad_words.
     """
 
@@ -59,11 +59,13 @@ class Runner:
         model: Model,
         weights: Mapping[str, PackedWeight],
         kv: list[Handle],
+        alloc_kv: Callable[[], list[Handle]],
         vocabulary: Callable[[bool], VocabularyIndex],
         num_groups: int = 1,
     ) -> None:
         self._backend, self._device, self._ops = backend, device, ops
         self._weights, self._kv = weights, kv
+        self._alloc_kv = alloc_kv
         self._builders = [
             BatchBuilder(lane, plan.block_size, num_groups, index=i)
             for i, lane in enumerate(plan.lanes)
@@ -133,9 +135,18 @@ class Runner:
         out, self._kv = self._forward(self._weights, self._kv, inputs)
         return out
 
+    def recover(self) -> bool:
+        """After a step that failed: whether the KV cache was lost, and is a new and empty one now."""
+        if not self._ops.kv_lost(self._kv):
+            return False
+        self._kv = []  # before there is another
+        self._kv = self._alloc_kv()
+        return True
+
     def close(self) -> None:
         """Drops weights and KV cache."""
         self._weights, self._kv = {}, []
+        self._alloc_kv = list
 
     @property
     def kv(self) -> list[Any]:

@@ -116,6 +116,15 @@ class Scheduler:
                 updates.extend(self.roster.finish(item.sequence, [], "error", message))
         return updates
 
+    def restart(self) -> int:
+        """The KV cache holds nothing any more: all that run give up their blocks and are computed again,
+        and no prefix is known. Returns how many ran. It does not count as their preemption."""
+        lost = list(self.running)
+        for sequence in reversed(lost):
+            self.roster.suspend(sequence)
+        self.blocks.reset_cache()
+        return len(lost)
+
     def has_unfinished(self) -> bool:
         return bool(self.roster.groups)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.admission import SchedulerLimits
@@ -130,7 +130,8 @@ def build_engine(
         free = max(0, _free(backend, device, where) - loaded.mapped_bytes)
         num_blocks, block_bytes = size_kv(config, made, ops, free)
         max_len = context_length(config, limits, plan, num_blocks, phases)
-        kv = ops.alloc_kv(shape.kv, num_blocks, plan.block_size)
+        alloc_kv = partial(ops.alloc_kv, shape.kv, num_blocks, plan.block_size)
+        kv = alloc_kv()
     scheduler = make_scheduler(config, made, num_blocks, max_len, phases)
     from octavo.core.runner import Runner
 
@@ -143,6 +144,7 @@ def build_engine(
             model,
             weights,
             kv,
+            alloc_kv,
             _vocabulary(files, shape.vocab_size),
             len(shape.kv),
         )

@@ -55,6 +55,7 @@ class Scenario:
     aborts: tuple[Abort, ...]
     failures: tuple[int, ...] = ()  # steps that fail
     lanes: tuple[Lane, ...] = ()
+    losses: bool = False  # whether a step that fails takes the KV cache with it
 
 
 _COMMON = [random.Random(1).randrange(VOCAB) for _ in range(4096)]
@@ -97,6 +98,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
             raise RuntimeError("out of luck")
 
     r.runner.hook = fail
+    r.runner.loses = set(s.failures) if s.losses else set()
     requests = [scenario_request(i, a) for i, a in enumerate(s.arrivals)]
     refused: set[str] = set()
     aborted: dict[tuple[str, int], str] = {}
@@ -128,7 +130,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
 
     r.runner.after = abort_midway
     events = sorted([*s.arrivals, *(a for a in s.aborts if not a.midway)], key=lambda e: e.at)
-    bound = (MAX_PREEMPTIONS + 2) * work + len(events) + 10
+    bound = (MAX_PREEMPTIONS + 2 + len(s.failures) * s.losses) * work + len(events) + 10
     steps = now = 0
     while events or r.engine.has_unfinished():
         while events and (events[0].at <= now or not r.engine.has_unfinished()):
@@ -219,6 +221,7 @@ def random_scenario(dice: random.Random) -> Scenario:
         arrivals=arrivals,
         aborts=aborts,
         failures=failures,
+        losses=dice.random() < 0.5,
     )
 
 

@@ -113,6 +113,8 @@ class NullRunner:
         self.hook: Callable[[StepPlan], None] | None = None
         self.after: Callable[[StepPlan], None] | None = None  # once computed, before the commit
         self.steps = 0
+        self.loses: set[int] = set()
+        self.losses = 0
         self.copies = 0
         self.closed = False
         self.waiting: WaitingQueue | None = None  # audited too where it is told
@@ -202,6 +204,14 @@ class NullRunner:
         return StepResult(np.array(tokens, np.int64), (), prompt)
 
     compilations = 0
+
+    def recover(self) -> bool:
+        """After a failed step in `loses` the cache is gone: reads as what nobody wrote."""
+        if self.steps not in self.loses:
+            return False
+        self.losses += 1
+        self.kv[:] = 0
+        return True
 
     def close(self) -> None:
         self.closed = True

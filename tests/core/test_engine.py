@@ -94,6 +94,9 @@ class Failing:
 
     compilations = 0
 
+    def recover(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.inner.close()
 
