@@ -26,6 +26,7 @@ from octavo.core.models.base import ARCHITECTURES, Model, model_class
 from octavo.core.numa import Binding, bind, binding, node_free
 from octavo.core.quantization import SCHEMES, Placement, place
 from octavo.core.scheduler import Scheduler
+from octavo.core.structured import Grammars
 from octavo.plugins.manager import Resolved, plugins
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def build_engine(
         alloc_kv = partial(ops.alloc_kv, shape.kv, num_blocks, plan.block_size)
         kv = alloc_kv()
     scheduler = make_scheduler(config, made, num_blocks, max_len, phases)
+    grammars = _grammars(files, shape.vocab_size, made.eos_token_ids)
     from octavo.core.runner import Runner
 
     with phases("warm up"):
@@ -147,6 +149,7 @@ def build_engine(
             alloc_kv,
             _vocabulary(files, shape.vocab_size),
             len(shape.kv),
+            grammars,
         )
         if backend.capabilities(device).shapes != "dynamic":
             count = runner.warm_up(progress)
@@ -174,7 +177,7 @@ def build_engine(
         notes=tuple(phases.notes),
         capabilities=asdict(backend.capabilities(device)),
     )
-    return Engine(scheduler, runner, info)
+    return Engine(scheduler, runner, info, grammars)
 
 
 def make_scheduler(
@@ -456,6 +459,29 @@ def _shortened(config: EngineConfig, limits: Limits, most: int, phases: Phases) 
         f"{limits.max_model_len})"
     )
     return most
+
+
+def _grammars(files: ModelFiles, vocab_size: int, eos: tuple[int, ...]) -> Grammars:
+    """Compiles grammars for this model's tokenizer, which is loaded for the first of them."""
+
+    def tokenizer() -> Any:
+        from octavo.core.loading.tokenizer import load_tokenizer
+        from octavo.core.structured import make_tokenizer
+
+        known = load_tokenizer(files)
+        tokens = known.vocabulary_bytes(skip_special=False)[:vocab_size]
+        tokens = tokens + [b""] * (vocab_size - len(tokens))
+        special = sorted(i for i in known.special_ids if i < vocab_size)
+        own = known.eos_token_id
+        ends = eos if own is None or own >= vocab_size else (*eos, own)
+        return make_tokenizer(
+            tokens,
+            special,
+            tuple(dict.fromkeys(ends)),
+            partial(known.encode, add_special_tokens=False),
+        )
+
+    return Grammars(tokenizer, vocab_size)
 
 
 def _vocabulary(files: ModelFiles, vocab_size: int) -> Any:
