@@ -7,16 +7,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.admission import SchedulerLimits
-from octavo.core.bad_words import VocabularyIndex
 from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.numbers import choose_numbers
+from octavo.core.entry.vocabulary import grammars_of, vocabulary_of
 from octavo.core.lanes import LaneError, LaneSet
 from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
@@ -26,7 +26,6 @@ from octavo.core.models.base import ARCHITECTURES, Model, model_class
 from octavo.core.numa import Binding, bind, binding, node_free
 from octavo.core.quantization import SCHEMES, Placement, place
 from octavo.core.scheduler import Scheduler
-from octavo.core.structured import Grammars
 from octavo.plugins.manager import Resolved, plugins
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def build_engine(
         alloc_kv = partial(ops.alloc_kv, shape.kv, num_blocks, plan.block_size)
         kv = alloc_kv()
     scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases)
-    grammars = _grammars(files, shape.vocab_size, made.eos_token_ids)
+    grammars = grammars_of(files, shape.vocab_size, made.eos_token_ids)
     from octavo.core.runner import Runner
 
     with phases("warm up"):
@@ -147,7 +146,7 @@ def build_engine(
             weights,
             kv,
             alloc_kv,
-            _vocabulary(files, shape.vocab_size),
+            vocabulary_of(files, shape.vocab_size),
             len(shape.kv),
             grammars,
         )
@@ -461,40 +460,3 @@ def _shortened(config: EngineConfig, limits: Limits, most: int, phases: Phases) 
         f"{limits.max_model_len})"
     )
     return most
-
-
-def _grammars(files: ModelFiles, vocab_size: int, eos: tuple[int, ...]) -> Grammars:
-    """Compiles grammars for this model's tokenizer, which is loaded for the first of them."""
-
-    def tokenizer() -> Any:
-        from octavo.core.loading.tokenizer import load_tokenizer
-        from octavo.core.structured import make_tokenizer
-
-        known = load_tokenizer(files)
-        tokens = known.vocabulary_bytes(skip_special=False)[:vocab_size]
-        tokens = tokens + [b""] * (vocab_size - len(tokens))
-        special = sorted(i for i in known.special_ids if i < vocab_size)
-        own = known.eos_token_id
-        ends = eos if own is None or own >= vocab_size else (*eos, own)
-        return make_tokenizer(
-            tokens,
-            special,
-            tuple(dict.fromkeys(ends)),
-            partial(known.encode, add_special_tokens=False),
-        )
-
-    return Grammars(tokenizer, vocab_size)
-
-
-def _vocabulary(files: ModelFiles, vocab_size: int) -> Any:
-    """skip_special -> VocabularyIndex, loading the tokenizer when first asked. It has an entry for each
-    of the model's logits: a tokenizer may know fewer tokens, or more."""
-
-    @cache
-    def index(skip_special: bool) -> VocabularyIndex:
-        from octavo.core.loading.tokenizer import load_tokenizer
-
-        known = load_tokenizer(files).vocabulary_bytes(skip_special)[:vocab_size]
-        return VocabularyIndex(known + [b""] * (vocab_size - len(known)))
-
-    return index
