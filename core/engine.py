@@ -184,7 +184,7 @@ class Engine:
         updates = self.scheduler.commit(plan, result)
         self.runner_seconds += ran - planned
         self.host_seconds += (planned - started) + (time.perf_counter() - ran)
-        return updates
+        return early + updates if early else updates
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()

@@ -15,6 +15,7 @@ import tokenizers
 import torch
 from tiny_models import engine, make, run, tokens_of
 
+from octavo.backends.cpu.ops import CpuOps
 from octavo.core import structured
 from octavo.core.contract import Ops
 from octavo.core.structured import Grammars, GrammarState, check
@@ -290,9 +291,10 @@ def test_a_grammar_is_compiled_once_and_taken_back(folder: Path) -> None:
     assert isinstance(other, GrammarState) and not other.error
 
 
-def test_masks_keep_exactly_the_named_tokens() -> None:
+@pytest.mark.parametrize("ops", [Ops(), CpuOps()], ids=["portable", "cpu"])
+def test_masks_keep_exactly_the_named_tokens(ops: Ops) -> None:
     dice = np.random.default_rng(0)
-    for vocab in (1, 31, 32, 33, 264, 1000):
+    for vocab in (1, 31, 32, 33, 264, 1000, 20011):
         logits = torch.from_numpy(dice.standard_normal((5, vocab)).astype(np.float32))
         keep = dice.random((3, vocab)) < 0.3
         words = np.zeros((3, -(-vocab // 32) * 32), bool)
@@ -300,7 +302,7 @@ def test_masks_keep_exactly_the_named_tokens() -> None:
         packed = np.packbits(words, axis=1, bitorder="little").view(np.int32)
         rows = torch.tensor([4, 0, 2])
         masked = logits.clone()
-        Ops().mask_logits(masked, rows, torch.from_numpy(packed))
+        ops.mask_logits(masked, rows, torch.from_numpy(packed))
         wanted = logits.clone()
         for row, kept in zip(rows.tolist(), keep, strict=True):
             wanted[row, torch.from_numpy(~kept)] = float("-inf")
