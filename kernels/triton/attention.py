@@ -1,0 +1,433 @@
+"""Paged attention over ragged batches: one kernel for prefill, decode and mixed steps.
+
+A program takes one work item of `attention_plan` for one KV head: some query tokens of a sequence, with
+all the query heads that share that KV head as rows of one tile, against a range of keys. It goes over
+the keys once with a running softmax (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018; Dao et al., "FlashAttention", 2022). Where a sequence's keys are split between programs,
+each stores a partial result with its log-sum, and `combine_kernel` merges them ("Flash-Decoding", 2023).
+
+Keys of a block that were never written may hold anything, NaN too: they are masked when loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.attention_plan import Cut
+from octavo.kernels.triton.runtime import interpreted, launch
+from octavo.kernels.triton.tiles import ARCHS, Tile, tile
+from octavo.kernels.triton.variants import SHORT, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.kernels.triton.kv_cache import Cache
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+@triton.jit
+def _numbers(x, dtype, CODES: tl.constexpr):
+    """A loaded tile of the cache in `dtype`. Codes come out smaller by `code_factor`."""
+    if CODES >= 2:
+        wide = x.to(tl.int16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return bits.to(tl.float16, bitcast=True).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def code_factor(CODES: tl.constexpr):
+    """What the bits of a code, read as float16, are short of: 2 to the difference of exponents' biases."""
+    if CODES == 2:
+        return 256.0
+    elif CODES == 3:
+        return 128.0
+    else:
+        return 1.0
+
+
+@triton.jit
+def _walk(
+    acc, total, most, q, k_head, v_head, table, begin, end, context, at, scale, cap, window,
+    k_stride_b, k_stride_p, v_stride_b, v_stride_p,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    CODES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Takes keys [begin, end) into the running softmax, BLOCK_N at a time.
+
+    at [M]: the rows' positions. MASKED: some row does not see some of these keys.
+    """
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    for start in range(begin, end, BLOCK_N):
+        key = start + n
+        if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
+            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+            k_row = block * k_stride_b + (key % BLOCK_SIZE) * k_stride_p
+            v_row = block * v_stride_b + (key % BLOCK_SIZE) * v_stride_p
+        else:
+            if MASKED:
+                block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+            else:
+                block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+            k_row = block * k_stride_b + (key % BLOCK_SIZE) * k_stride_p
+            v_row = block * v_stride_b + (key % BLOCK_SIZE) * v_stride_p
+        k_at = k_head + k_row[None, :] + d[:, None]
+        v_at = v_head + v_row[:, None] + dv[None, :]
+        if MASKED:
+            written = key < context
+            k = tl.load(k_at, mask=written[None, :] & (d < D)[:, None], other=0)
+        elif BLOCK_D != D:
+            k = tl.load(k_at, mask=(d < D)[:, None], other=0)
+        else:
+            k = tl.load(k_at)
+        score = tl.dot(q, _numbers(k, q.dtype, CODES), input_precision="ieee") * scale
+        if SOFTCAP:
+            # c · tanh(score / c), in powers of two: tanh(x) = 1 - 2 / (e^2x + 1)
+            turned = tl.exp2(score * (2.0 * LOG2E / cap))
+            score = (cap * LOG2E) * (1.0 - 2.0 / (turned + 1.0))
+        if MASKED:
+            seen = (key[None, :] <= at[:, None]) & (key < end)[None, :]
+            if WINDOW:
+                seen = seen & (key[None, :] > at[:, None] - window)
+            score = tl.where(seen, score, float("-inf"))
+        now = tl.maximum(most, tl.max(score, 1))
+        if MASKED:
+            base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen no key yet
+        else:
+            base = now
+        faded = tl.exp2(most - base)
+        p = tl.exp2(score - base[:, None])
+        total = total * faded + tl.sum(p, 1)
+        if MASKED:
+            v = tl.load(v_at, mask=written[:, None] & (dv < D_V)[None, :], other=0)
+        elif BLOCK_DV != D_V:
+            v = tl.load(v_at, mask=(dv < D_V)[None, :], other=0)
+        else:
+            v = tl.load(v_at)
+        values = _numbers(v, q.dtype, CODES)
+        acc = tl.dot(p.to(values.dtype), values, acc * faded[:, None], input_precision="ieee")
+        most = now
+    return acc, total, most
+
+
+@triton.jit
+def attention_kernel(
+    q, k_cache, v_cache, out, part_out, part_lse, items, tables, query_start, context_lens, sinks,
+    k_scales, v_scales, scale, cap, window,
+    q_stride_t, q_stride_h, k_stride_b, k_stride_p, k_stride_h, v_stride_b, v_stride_p, v_stride_h,
+    out_stride_t, out_stride_h,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid: (items, KV heads x tiles of HEADS query heads).
+
+    q [T, Hq, D], caches [blocks, block, Hkv, D], out [T, Hq, Dv], tables int32 (flat), query_start
+    and context_lens int32, sinks [Hq] float32, scales [Hkv] float32. items [I, 8] int32:
+    sequence (-1: nothing to do), first query token in it, first and last key (past the end), where its
+    block table begins, index of the partial result or -1. part_out [P, Hq tiles, BLOCK_M, D_V] and
+    part_lse [P, Hq tiles, BLOCK_M] float32, in powers of two.
+    """
+    item = items + tl.program_id(0) * 8
+    sequence = tl.load(item)
+    if sequence < 0:
+        return
+    first = tl.load(item + 1)
+    begin = tl.load(item + 2)
+    end = tl.load(item + 3)
+    table = tables + tl.load(item + 4)
+    tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    tokens: tl.constexpr = BLOCK_M // HEADS
+    kv_head = tl.program_id(1) // tiles
+    t0 = tl.load(query_start + sequence)
+    queries = tl.load(query_start + sequence + 1) - t0
+    context = tl.load(context_lens + sequence)
+
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // HEADS
+    in_group = tl.program_id(1) % tiles * HEADS + row % HEADS
+    live = (row < tokens * HEADS) & (token < queries) & (in_group < GROUP)
+    head = kv_head * GROUP + in_group
+    before = context - queries  # tokens of the sequence ahead of its queries
+    at = before + token
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    q_at = q + ((t0 + token).to(tl.int64) * q_stride_t + head * q_stride_h)[:, None] + d[None, :]
+    queried = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    if WIDE:
+        queried = queried.to(tl.float32)
+    factor = scale
+    if CODES != 0:
+        factor = factor * tl.load(k_scales + kv_head) * code_factor(CODES)
+    if not SOFTCAP:
+        factor = factor * LOG2E
+
+    # The host knows lengths as upper bounds; what is written here is exact.
+    last = tl.minimum(first + tokens, queries) - 1  # the tile's last token
+    end = tl.minimum(end, before + last + 1)
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        # Of a split sequence the sink joins when the parts are merged.
+        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        if SPLIT:
+            whole = tl.load(item + 5) < 0
+            most = tl.where(whole, sink, most)
+            total = tl.where(whole, 1.0, total)
+        else:
+            most = sink
+            total = total + 1.0
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    k_head = k_cache + kv_head * k_stride_h
+    v_head = v_cache + kv_head * v_stride_h
+    if BLOCK_M <= 16:
+        # A tile this small is cheap to mask, and one loop keeps its loads in flight to the end.
+        acc, total, most = _walk(
+            acc, total, most, queried, k_head, v_head, table, begin, end, context, at, factor, cap,
+            window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
+        )  # fmt: skip
+    else:
+        # Tiles of keys that every row sees need no mask: those up to the first row's position and, with
+        # a window, from the last row's first key on.
+        clear_end = tl.minimum((before + first + 1) // BLOCK_N * BLOCK_N, end)
+        clear_end = tl.maximum(clear_end, begin)
+        if WINDOW:
+            oldest = tl.maximum(before + last - window + 1, 0)
+            clear = (oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            clear = tl.minimum(tl.maximum(clear, begin), end)
+            acc, total, most = _walk(
+                acc, total, most, queried, k_head, v_head, table, begin, clear, context, at, factor,
+                cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D,
+                BLOCK_DV, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
+            )  # fmt: skip
+            begin = clear
+            clear_end = tl.maximum(clear_end, begin)
+        acc, total, most = _walk(
+            acc, total, most, queried, k_head, v_head, table, begin, clear_end, context, at, factor,
+            cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, False,
+        )  # fmt: skip
+        acc, total, most = _walk(
+            acc, total, most, queried, k_head, v_head, table, clear_end, end, context, at, factor,
+            cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
+        )  # fmt: skip
+
+    empty = total == 0.0  # no key at all: padding
+    result = acc / tl.where(empty, 1.0, total)[:, None]
+    if CODES != 0:
+        result = result * (tl.load(v_scales + kv_head) * code_factor(CODES))
+    stored = live[:, None] & (dv < D_V)[None, :]
+    out_at = out + ((t0 + token).to(tl.int64) * out_stride_t + head * out_stride_h)[:, None] + dv[None, :]
+    if SPLIT:
+        part = tl.load(item + 5)
+        if part < 0:
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=stored)
+        else:
+            rows = (part * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * BLOCK_M + row
+            lse = tl.where(empty, float("-inf"), most + tl.log2(tl.where(empty, 1.0, total)))
+            tl.store(part_lse + rows, lse, mask=live)
+            tl.store(part_out + rows[:, None] * D_V + dv[None, :], result, mask=stored)
+    else:
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def combine_kernel(
+    part_out, part_lse, out, merges, query_start, sinks, out_stride_t, out_stride_h,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merges partial results. Grid: (merges, query heads, tokens of a tile).
+
+    merges [.., 8] int32: sequence (-1: nothing to do), first query token, first part, number of parts.
+    """
+    merge = merges + tl.program_id(0) * 8
+    sequence = tl.load(merge)
+    if sequence < 0:
+        return
+    token = tl.program_id(2)
+    first = tl.load(merge + 1)
+    t0 = tl.load(query_start + sequence)
+    if first + token >= tl.load(query_start + sequence + 1) - t0:
+        return
+    part = tl.load(merge + 2)
+    parts = tl.load(merge + 3)
+    tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    head = tl.program_id(1)
+    in_group = head % GROUP
+    tile = head // GROUP * tiles + in_group // HEADS
+    all_tiles = tl.num_programs(1) // GROUP * tiles
+    row = tile * BLOCK_M + token * HEADS + in_group % HEADS
+    stride = all_tiles * BLOCK_M  # rows from one part to the next
+    lane = tl.arange(0, PARTS)
+    dv = tl.arange(0, BLOCK_DV)
+    most = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    if SINKS:
+        most = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+        total = total + 1.0
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for start in range(0, parts, PARTS):
+        there = start + lane < parts
+        rows = (part + start + lane).to(tl.int64) * stride + row
+        lse = tl.load(part_lse + rows, mask=there, other=float("-inf"))
+        x = tl.load(
+            part_out + rows[:, None] * D_V + dv[None, :],
+            mask=there[:, None] & (dv < D_V)[None, :],
+            other=0.0,
+        )
+        now = tl.maximum(most, tl.max(lse, 0))
+        base = tl.where(now == float("-inf"), 0.0, now)
+        faded = tl.exp2(most - base)
+        weight = tl.exp2(lse - base)
+        total = total * faded + tl.sum(weight, 0)
+        acc = acc * faded + tl.sum(weight[:, None] * x, 0)
+        most = now
+    result = acc / tl.where(total == 0.0, 1.0, total)
+    out_at = out + (t0 + first + token).to(tl.int64) * out_stride_t + head * out_stride_h + dv
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=dv < D_V)
+
+
+# --------------------------------------------------------------------------------- launching it
+
+PARTS = 16
+"""Partial results that `combine_kernel` takes at a time."""
+
+PREFILL, DECODE = "attention_prefill", "attention_decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What all attention layers that share work items have in common. dtype: of the queries."""
+
+    q_heads: int
+    kv_heads: int
+    head_size: int
+    head_size_v: int
+    dtype: str
+    arch: str
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.q_heads // self.kv_heads
+
+    def tile(self, kernel: str) -> Tile:
+        return tile(kernel, self.arch, padded(max(self.head_size, self.head_size_v)), self.dtype)
+
+    def heads(self, kernel: str) -> int:
+        """Query heads in a program's tile: all that share a KV head, if they fit."""
+        return min(self.group, self.tile(kernel).block_m)
+
+    def cut(self, kernel: str, workers: int, window: int) -> Cut:
+        """How this kernel's work is cut on a chip that runs so many programs at once."""
+        tile, heads = self.tile(kernel), self.heads(kernel)
+        return Cut(
+            tokens=tile.block_m // heads,
+            keys=tile.block_n,
+            programs=self.kv_heads * -(-self.group // heads),
+            workers=workers,
+            window=window,
+        )
+
+
+@cache
+def padded(size: int) -> int:
+    """The smallest head size of at least 16, a power of two, that holds `size`."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work items on the device, all for one of the two tiles.
+
+    items int32 [I, FIELDS]; merges int32 [M, FIELDS], of which there are none when parts is 0; parts:
+    partial results to make room for; tokens: the most query tokens of a tile that is merged.
+    """
+
+    kernel: str
+    items: torch.Tensor
+    merges: torch.Tensor
+    parts: int
+    tokens: int
+
+
+def attend(
+    q: torch.Tensor,
+    cache: Cache,
+    out: torch.Tensor,
+    work: Work,
+    shape: Shape,
+    steps: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Computes the rows of out [T, Hq, Dv] that `work` names; others stay as they are.
+
+    steps: block tables (flat), query_start and context_lens, int32. The last dimension of q and out has
+    stride 1. `window` must be the one that the work was cut for.
+    """
+    tables, query_start, context_lens = steps
+    tile, heads = shape.tile(work.kernel), shape.heads(work.kernel)
+    tiles = -(-shape.group // heads)
+    split = work.parts > 0
+    part_out, part_lse = out, out
+    if split:
+        rows = work.parts * shape.kv_heads * tiles * tile.block_m
+        part_out = out.new_empty((rows, shape.head_size_v), dtype=cache.scale_dtype)
+        part_lse = out.new_empty(rows, dtype=cache.scale_dtype)
+    sink = context_lens if sinks is None else sinks
+    sizes = {
+        "GROUP": shape.group,
+        "HEADS": heads,
+        "D_V": shape.head_size_v,
+        "BLOCK_DV": padded(shape.head_size_v),
+        "BLOCK_M": tile.block_m,
+        "SINKS": sinks is not None,
+    }
+    launch(
+        attention_kernel,
+        (work.items.shape[0], shape.kv_heads * tiles),
+        *(q, cache.k, cache.v, out, part_out, part_lse, work.items, tables, query_start),
+        *(context_lens, sink, cache.k_scales, cache.v_scales, scale, softcap, window),
+        *(*q.stride()[:2], *cache.k.stride()[:3], *cache.v.stride()[:3], *out.stride()[:2]),
+        tile=tile,
+        D=shape.head_size,
+        BLOCK_D=padded(shape.head_size),
+        BLOCK_SIZE=cache.k.shape[1],
+        BLOCK_N=tile.block_n,
+        WINDOW=window > 0,
+        SOFTCAP=softcap > 0,
+        SPLIT=split,
+        CODES=cache.codes,
+        # The interpreter computes with bfloat16's bits as if they were whole numbers.
+        WIDE=shape.dtype == "bfloat16" and interpreted(),
+        **sizes,
+    )
+    if split:
+        launch(
+            combine_kernel,
+            (work.merges.shape[0], shape.q_heads, work.tokens),
+            *(part_out, part_lse, out, work.merges, query_start, sink, *out.stride()[:2]),
+            tile=COMBINE,
+            PARTS=PARTS,
+            **sizes,
+        )
+
+
+COMBINE = Tile(1, 1, 1, 4)
