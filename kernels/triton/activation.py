@@ -1,0 +1,147 @@
+"""Gated activations: act(gate) · up, alone or quantised by row.
+
+Shazeer, "GLU variants improve transformer", 2020; Hendrycks and Gimpel, "Gaussian error linear
+units", 2016, with its approximation by tanh.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.launch import codes_dtype, rows_per_program, warps_for
+from octavo.kernels.triton.numbers import encode, row_scale
+
+if TYPE_CHECKING:
+    import torch
+
+ACTS = ("silu", "gelu", "gelu_tanh")
+MAX_TILE = 4096  # columns a program takes at a time
+
+
+@triton.jit
+def activated(x, ACT: tl.constexpr):
+    """x float32 after one of `ACTS`."""
+    if ACT == "silu":
+        return x * tl.sigmoid(x)
+    elif ACT == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        # (1 + tanh(u)) / 2 is sigmoid(2u), which loses nothing to cancellation.
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def gated(x, first, at, n, mask, ACT: tl.constexpr):
+    """act(gate) · up in float32."""
+    gate = tl.load(x + first + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + first + n + at, mask=mask, other=0.0).to(tl.float32)
+    return activated(gate, ACT) * up
+
+
+@triton.jit
+def act_and_mul_kernel(
+    x,
+    out,
+    rows,
+    n,
+    x_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACT: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mask = (row < rows)[:, None] & (at < n)
+    y = gated(x, row.to(tl.int64)[:, None] * x_stride, at, n, mask, ACT)
+    to = out + row.to(tl.int64)[:, None] * out_stride + at
+    tl.store(to, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def act_and_mul_codes_kernel(
+    x,
+    out,
+    scales,
+    rows,
+    n,
+    x_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACT: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Computes each number twice, once for the row's largest: reading is what takes the time."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = row.to(tl.int64)[:, None] * x_stride
+    lane = tl.arange(0, BLOCK)[None, :]
+    live = (row < rows)[:, None]
+    most = tl.zeros([ROWS, BLOCK], tl.float32)
+    good = tl.full([ROWS, BLOCK], 1, tl.int32)
+    for start in range(0, n, BLOCK):
+        at = start + lane
+        size = tl.abs(gated(x, first, at, n, live & (at < n), ACT))
+        most = tl.maximum(most, size)
+        good = good & (size < float("inf")).to(tl.int32)
+    inverse, scale = row_scale(tl.max(most, 1), tl.min(good, 1) > 0, CODES)
+    tl.store(scales + row, scale, mask=row < rows)
+    for start in range(0, n, BLOCK):
+        at = start + lane
+        mask = live & (at < n)
+        y = gated(x, first, at, n, mask, ACT)
+        to = out + row.to(tl.int64)[:, None] * out_stride + at
+        tl.store(to, encode(y * inverse[:, None], CODES), mask=mask)
+
+
+def act_and_mul(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """x [T, 2n] -> act(x[:, :n]) · x[:, n:] in x's dtype, rounded once. kind: one of `ACTS`."""
+    n = x.shape[1] // 2
+    out = x.new_empty(x.shape[0], n)
+    if out.numel():
+        block = min(triton.next_power_of_2(n), 1024)
+        per = rows_per_program(block)
+        act_and_mul_kernel[(triton.cdiv(x.shape[0], per), triton.cdiv(n, block))](
+            x,
+            out,
+            x.shape[0],
+            n,
+            x.stride(0),
+            out.stride(0),
+            ROWS=per,
+            BLOCK=block,
+            ACT=kind,
+            num_warps=warps_for(per * block),
+        )
+    return out
+
+
+def act_and_mul_codes(x: torch.Tensor, kind: str, codes: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as codes [T, n] and scales [T] float32; codes: a name of `numbers.CODES`.
+
+    Number = code · scale. A row with NaN or infinity gets zeros and a NaN scale.
+    """
+    n = x.shape[1] // 2
+    out = x.new_empty(x.shape[0], n, dtype=codes_dtype(codes))
+    scales = x.new_zeros(x.shape[0], dtype=codes_dtype("scale"))
+    if out.numel():
+        block = min(triton.next_power_of_2(n), MAX_TILE)
+        per = rows_per_program(block)
+        act_and_mul_codes_kernel[(triton.cdiv(x.shape[0], per),)](
+            x,
+            out if codes == "int8" else out.view(codes_dtype("bits")),
+            scales,
+            x.shape[0],
+            n,
+            x.stride(0),
+            out.stride(0),
+            ROWS=per,
+            BLOCK=block,
+            ACT=kind,
+            CODES=codes,
+            num_warps=warps_for(per * block),
+        )
+    return out, scales

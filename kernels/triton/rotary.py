@@ -1,0 +1,290 @@
+"""Rotary positions: q and k turned in place, or turned on the way into the KV cache.
+
+Su et al., "RoFormer", 2021. The first R numbers of a head are R/2 pairs: (i, i + R/2), or neighbours
+where `interleaved`; the rest of a head stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.launch import codes_dtype, rows_per_program, warps_for
+from octavo.kernels.triton.numbers import encode, largest_code
+
+if TYPE_CHECKING:
+    import torch
+
+
+@triton.jit
+def turned(first, second, cos, sin):
+    """Pairs of numbers, float32, turned by their angles."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def load_angles(cos_sin, position, angle_stride, pair, half):
+    """Cosines and sines [1, HALF] float32 of a position."""
+    at = cos_sin + position * angle_stride + pair
+    mask = pair < half
+    cos = tl.load(at, mask=mask, other=1.0).to(tl.float32)
+    return cos[None, :], tl.load(at + half, mask=mask, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def turn_heads(x, offsets, pair, half, cos, sin, live, INTERLEAVED: tl.constexpr):
+    """Turns heads in memory. offsets [HEADS]: where each begins."""
+    if INTERLEAVED:
+        at = x + offsets[:, None] + 2 * pair[None, :]
+        step = 1
+    else:
+        at = x + offsets[:, None] + pair[None, :]
+        step = half
+    mask = live[:, None] & (pair < half)[None, :]
+    first = tl.load(at, mask=mask, other=0.0)
+    second = tl.load(at + step, mask=mask, other=0.0)
+    one, other = turned(first.to(tl.float32), second.to(tl.float32), cos, sin)
+    tl.store(at, one.to(first.dtype), mask=mask)
+    tl.store(at + step, other.to(first.dtype), mask=mask)
+
+
+@triton.jit
+def rotary_kernel(
+    q,
+    k,
+    cos_sin,
+    positions,
+    q_heads,
+    k_heads,
+    half,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    angle_stride,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Program (token, i): heads i · HEADS onward of q, after the last of them those of k."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF)
+    position = tl.load(positions + token).to(tl.int64)
+    cos, sin = load_angles(cos_sin, position, angle_stride, pair, half)
+    of_q = tl.cdiv(q_heads, HEADS)
+    if tl.program_id(1) < of_q:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        offsets = token * q_stride + head * q_head_stride
+        turn_heads(q, offsets, pair, half, cos, sin, head < q_heads, INTERLEAVED)
+    else:
+        head = (tl.program_id(1) - of_q) * HEADS + tl.arange(0, HEADS)
+        offsets = token * k_stride + head * k_head_stride
+        turn_heads(k, offsets, pair, half, cos, sin, head < k_heads, INTERLEAVED)
+
+
+@triton.jit
+def stored(x, inverse, cache, CODES: tl.constexpr):
+    """float32 as the cache keeps it: in its dtype, or as codes of x · inverse, saturating."""
+    if CODES == "none":
+        return x.to(cache.dtype.element_ty)
+    else:
+        most = largest_code(CODES)
+        return encode(tl.maximum(tl.minimum(x * inverse, most), -most), CODES)
+
+
+@triton.jit
+def copy_heads(x, at, cache, to, lane, start, size, live, inverse, CODES, WIDTH: tl.constexpr):
+    """Numbers `start` to `size` of each head, as they are. at, to [HEADS]: where the heads begin."""
+    mask = live[:, None] & (lane >= start)[None, :] & (lane < size)[None, :]
+    value = tl.load(x + at[:, None] + lane[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(cache + to[:, None] + lane[None, :], stored(value, inverse, cache, CODES), mask=mask)
+
+
+@triton.jit
+def rotary_write_kernel(
+    q,
+    k,
+    v,
+    k_cache,
+    v_cache,
+    cos_sin,
+    positions,
+    slots,
+    q_heads,
+    kv_heads,
+    half,
+    size,
+    size_v,
+    block_size,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    angle_stride,
+    k_block,
+    k_slot,
+    k_head,
+    v_block,
+    v_slot,
+    v_head,
+    k_inverse,
+    v_inverse,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_V: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Program (token, i): as in `rotary_kernel`, but heads of k go, turned, to the token's slot of the
+    cache, and those of v with them. k and v themselves stay as they are; a slot of -1 is skipped."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF)
+    position = tl.load(positions + token).to(tl.int64)
+    cos, sin = load_angles(cos_sin, position, angle_stride, pair, half)
+    of_q = tl.cdiv(q_heads, HEADS)
+    if tl.program_id(1) < of_q:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        offsets = token * q_stride + head * q_head_stride
+        turn_heads(q, offsets, pair, half, cos, sin, head < q_heads, INTERLEAVED)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            head = (tl.program_id(1) - of_q) * HEADS + tl.arange(0, HEADS)
+            live = head < kv_heads
+            block, row = slot // block_size, slot % block_size
+            at = token * k_stride + head * k_head_stride
+            to = block * k_block + row * k_slot + head * k_head
+            if INTERLEAVED:
+                first_at, step = 2 * pair, 1
+            else:
+                first_at, step = pair, half
+            mask = live[:, None] & (pair < half)[None, :]
+            read = k + at[:, None] + first_at[None, :]
+            first = tl.load(read, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(read + step, mask=mask, other=0.0).to(tl.float32)
+            one, other = turned(first, second, cos, sin)
+            # Rounded as it would be in place, so that fused and unfused steps cache the same bits.
+            one = one.to(k.dtype.element_ty).to(tl.float32)
+            other = other.to(k.dtype.element_ty).to(tl.float32)
+            write = k_cache + to[:, None] + first_at[None, :]
+            tl.store(write, stored(one, k_inverse, k_cache, CODES), mask=mask)
+            tl.store(write + step, stored(other, k_inverse, k_cache, CODES), mask=mask)
+            lane = tl.arange(0, SIZE)
+            copy_heads(k, at, k_cache, to, lane, 2 * half, size, live, k_inverse, CODES, SIZE)
+            at = token * v_stride + head * v_head_stride
+            to = block * v_block + row * v_slot + head * v_head
+            lane = tl.arange(0, SIZE_V)
+            copy_heads(v, at, v_cache, to, lane, 0, size_v, live, v_inverse, CODES, SIZE_V)
+
+
+def _heads_per_program(heads: int, width: int) -> int:
+    return min(triton.next_power_of_2(heads), rows_per_program(width))
+
+
+def rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns q [T, Hq, D] and k [T, Hkv, D] in place by their positions [T] and returns them.
+
+    cos_sin [P, R]: R/2 cosines and R/2 sines a position, R <= D. Heads may lie anywhere; their
+    numbers are side by side.
+    """
+    half = cos_sin.shape[1] // 2
+    if not (q.shape[0] and half):
+        return q, k
+    width = triton.next_power_of_2(half)
+    per = _heads_per_program(max(q.shape[1], k.shape[1]), width)
+    rotary_kernel[(q.shape[0], triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per))](
+        q,
+        k,
+        cos_sin,
+        positions,
+        q.shape[1],
+        k.shape[1],
+        half,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        cos_sin.stride(0),
+        HEADS=per,
+        HALF=width,
+        INTERLEAVED=interleaved,
+        num_warps=warps_for(per * width),
+    )
+    return q, k
+
+
+def rotary_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    codes: str = "none",
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> torch.Tensor:
+    """Turns q in place, and stores k, turned, and v [T, Hkv, Dv] at their slots of the cache.
+
+    cache: two tensors [blocks, block, Hkv, D] and [.., Dv], whose last dimension has stride 1. slots
+    [T]: block · block size + row, or -1. codes: "none", or the fp8 form of `numbers.CODES` that the
+    caches keep, with one scale each for keys and values (number = code · scale; larger ones saturate).
+    """
+    k_cache, v_cache = cache
+    if codes != "none":
+        bits = codes_dtype("bits")
+        k_cache, v_cache = k_cache.view(bits), v_cache.view(bits)
+    if not q.shape[0]:
+        return q
+    half, size, size_v = cos_sin.shape[1] // 2, k.shape[2], v.shape[2]
+    wide, wide_v = triton.next_power_of_2(size), triton.next_power_of_2(size_v)
+    per = _heads_per_program(max(q.shape[1], k.shape[1]), max(wide, wide_v))
+    rotary_write_kernel[(q.shape[0], triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per))](
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        cos_sin,
+        positions,
+        slots,
+        q.shape[1],
+        k.shape[1],
+        half,
+        size,
+        size_v,
+        k_cache.shape[1],
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        cos_sin.stride(0),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        1.0 / scales[0],
+        1.0 / scales[1],
+        HEADS=per,
+        HALF=triton.next_power_of_2(max(half, 1)),
+        SIZE=wide,
+        SIZE_V=wide_v,
+        INTERLEAVED=interleaved,
+        CODES=codes,
+        num_warps=warps_for(per * max(wide, wide_v)),
+    )
+    return q
