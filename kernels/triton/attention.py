@@ -12,13 +12,13 @@ Keys of a block that were never written may hold anything, NaN too: they are mas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
 from octavo.kernels.triton.attention_plan import Cut
+from octavo.kernels.triton.kv_cache import FNUZ_ARCHS, NATIVE_FP8_ARCHS, padded
 from octavo.kernels.triton.runtime import interpreted, launch
 from octavo.kernels.triton.tiles import ARCHS, Tile, tile
 from octavo.kernels.triton.variants import SHORT, Variant
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from octavo.kernels.triton.kv_cache import Cache
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _numbers(x, dtype, CODES: tl.constexpr):
@@ -67,19 +68,22 @@ def _walk(
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
+    # Block numbers are read one turn ahead and carried over: loads of keys that waited for a load in
+    # their own turn could be kept in flight for half as many turns.
+    if BLOCK_SIZE % BLOCK_N == 0:  # a tile of keys lies in one block
+        block = tl.load(table + begin // BLOCK_SIZE, mask=begin < end, other=0)
+    else:
+        block = tl.load(table + (begin + n) // BLOCK_SIZE, mask=begin + n < end, other=0)
     for start in range(begin, end, BLOCK_N):
         key = start + n
-        if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
-            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-            k_row = block * k_stride_b + (key % BLOCK_SIZE) * k_stride_p
-            v_row = block * v_stride_b + (key % BLOCK_SIZE) * v_stride_p
+        number = block.to(tl.int64)
+        k_row = number * k_stride_b + (key % BLOCK_SIZE) * k_stride_p
+        v_row = number * v_stride_b + (key % BLOCK_SIZE) * v_stride_p
+        after = start + BLOCK_N
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(table + after // BLOCK_SIZE, mask=after < end, other=0)
         else:
-            if MASKED:
-                block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
-            else:
-                block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
-            k_row = block * k_stride_b + (key % BLOCK_SIZE) * k_stride_p
-            v_row = block * v_stride_b + (key % BLOCK_SIZE) * v_stride_p
+            block = tl.load(table + (after + n) // BLOCK_SIZE, mask=after + n < end, other=0)
         k_at = k_head + k_row[None, :] + d[:, None]
         v_at = v_head + v_row[:, None] + dv[None, :]
         if MASKED:
@@ -100,10 +104,9 @@ def _walk(
                 seen = seen & (key[None, :] > at[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
         now = tl.maximum(most, tl.max(score, 1))
+        base = now
         if MASKED:
             base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen no key yet
-        else:
-            base = now
         faded = tl.exp2(most - base)
         p = tl.exp2(score - base[:, None])
         total = total * faded + tl.sum(p, 1)
@@ -229,7 +232,11 @@ def attention_kernel(
     if CODES != 0:
         result = result * (tl.load(v_scales + kv_head) * code_factor(CODES))
     stored = live[:, None] & (dv < D_V)[None, :]
-    out_at = out + ((t0 + token).to(tl.int64) * out_stride_t + head * out_stride_h)[:, None] + dv[None, :]
+    out_at = (
+        out
+        + ((t0 + token).to(tl.int64) * out_stride_t + head * out_stride_h)[:, None]
+        + dv[None, :]
+    )
     if SPLIT:
         part = tl.load(item + 5)
         if part < 0:
@@ -343,12 +350,6 @@ class Shape:
         )
 
 
-@cache
-def padded(size: int) -> int:
-    """The smallest head size of at least 16, a power of two, that holds `size`."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """Work items on the device, all for one of the two tiles.
@@ -389,8 +390,8 @@ def attend(
     part_out, part_lse = out, out
     if split:
         rows = work.parts * shape.kv_heads * tiles * tile.block_m
-        part_out = out.new_empty((rows, shape.head_size_v), dtype=cache.scale_dtype)
-        part_lse = out.new_empty(rows, dtype=cache.scale_dtype)
+        part_out = out.new_empty((rows, shape.head_size_v), dtype=cache.k_scales.dtype)
+        part_lse = out.new_empty(rows, dtype=cache.k_scales.dtype)
     sink = context_lens if sinks is None else sinks
     sizes = {
         "GROUP": shape.group,
@@ -431,3 +432,96 @@ def attend(
 
 
 COMBINE = Tile(1, 1, 1, 4)
+
+
+# ------------------------------------------------------------------------ what is compiled ahead
+
+_STRIDES = (
+    *("q_stride_t", "q_stride_h", "k_stride_b", "k_stride_p", "k_stride_h"),
+    *("v_stride_b", "v_stride_p", "v_stride_h", "out_stride_t", "out_stride_h"),
+)
+_FP8 = {"e4m3": "fp8e4nv", "e4m3fnuz": "fp8e4b8"}
+
+
+def _variant(
+    kernel: str, dtype: str, size: int, *, split: bool, block: int = 16, extras: bool = False,
+    kv: str = "", archs: tuple[str, ...] = ARCHS,
+) -> Variant:  # fmt: skip
+    """A layer with groups of four query heads. extras: with a window, a soft cap and sinks; kv: an 8-bit
+    dtype of the cache, "bytes" for codes that the kernel takes apart."""
+    short, group = SHORT[dtype], 4
+    cache = f"*{_FP8.get(kv, 'u8') if kv else short}"
+    types = dict.fromkeys(("q", "out"), f"*{short}") | dict.fromkeys(("k_cache", "v_cache"), cache)
+    types |= dict.fromkeys(("part_out", "part_lse"), "*fp32" if split else f"*{short}")
+    types |= dict.fromkeys(("items", "tables", "query_start", "context_lens"), "*i32")
+    types |= {"sinks": "*fp32" if extras else "*i32"}
+    types |= dict.fromkeys(("k_scales", "v_scales"), "*fp32")
+    types |= {"scale": "fp32", "cap": "fp32", "window": "i32"} | dict.fromkeys(_STRIDES, "i32")
+    words = [kernel, short, f"d{size}", f"block{block}", kv, "split" * split, "extras" * extras]
+    return Variant(
+        " ".join(word for word in words if word),
+        attention_kernel,
+        {name: types[name] for name in attention_kernel.arg_names if name in types},
+        {
+            **{"GROUP": group, "HEADS": group, "D": size, "D_V": size, "BLOCK_D": padded(size)},
+            **{"BLOCK_DV": padded(size), "BLOCK_SIZE": block, "WINDOW": extras, "SOFTCAP": extras},
+            **{
+                "SINKS": extras,
+                "SPLIT": split,
+                "CODES": 0 if not kv else 2 if kv == "bytes" else 1,
+            },
+            "WIDE": False,
+        },
+        tile=lambda arch: tile(kernel, arch, padded(size), dtype),
+        tiled={"BLOCK_M": "block_m", "BLOCK_N": "block_n"},
+        aligned=_STRIDES,
+        tensor_cores=dtype != "float32",
+        archs=archs,
+    )
+
+
+def _combine_variant(dtype: str, size: int) -> Variant:
+    floats = {"part_out": "*fp32", "part_lse": "*fp32", "out": f"*{SHORT[dtype]}"}
+    return Variant(
+        f"attention_combine {SHORT[dtype]} d{size}",
+        combine_kernel,
+        floats
+        | {"merges": "*i32", "query_start": "*i32", "sinks": "*fp32"}
+        | {"out_stride_t": "i32", "out_stride_h": "i32"},
+        {
+            **{"GROUP": 4, "HEADS": 4, "D_V": size, "BLOCK_DV": padded(size), "BLOCK_M": 16},
+            **{"PARTS": PARTS, "SINKS": True},
+        },
+        tile=lambda arch: COMBINE,
+        aligned=("out_stride_t", "out_stride_h"),
+    )
+
+
+AOT: list[Variant] = [
+    *(
+        _variant(kernel, dtype, size, split=kernel == DECODE)
+        for kernel in (PREFILL, DECODE)
+        for dtype, sizes in (
+            ("bfloat16", (64, 96, 128, 256)),
+            ("float16", (128,)),
+            ("float32", (64, 128, 256)),
+        )
+        for size in sizes
+    ),
+    *(
+        _variant(kernel, "bfloat16", 128, split=True, extras=True, block=block)
+        for kernel in (PREFILL, DECODE)
+        for block in (16, 128)
+    ),
+    *(
+        _variant(kernel, dtype, 128, split=True, kv=kv, archs=archs)
+        for kernel in (PREFILL, DECODE)
+        for dtype in ("bfloat16", "float16")
+        for kv, archs in (
+            ("e4m3", tuple(a for a in NATIVE_FP8_ARCHS if a not in FNUZ_ARCHS)),
+            ("e4m3fnuz", FNUZ_ARCHS),
+            ("bytes", tuple(a for a in ARCHS if a not in NATIVE_FP8_ARCHS)),
+        )
+    ),
+    *(_combine_variant(dtype, 128) for dtype in ("bfloat16", "float16", "float32")),
+]
