@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import codes_dtype, rows_per_program, warps_for
-from octavo.kernels.triton.numbers import encode, largest_code
+from octavo.kernels.triton.numbers import encode, largest_code, raw_codes
+from octavo.kernels.triton.runtime import arch_of, launch
+from octavo.kernels.triton.tiles import tile
 
 if TYPE_CHECKING:
     import torch
@@ -182,8 +183,8 @@ def rotary_write_kernel(
             copy_heads(v, at, v_cache, to, lane, 0, size_v, live, v_inverse, CODES, SIZE_V)
 
 
-def _heads_per_program(heads: int, width: int) -> int:
-    return min(triton.next_power_of_2(heads), rows_per_program(width))
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
 
 
 def rotary(
@@ -200,27 +201,18 @@ def rotary(
     numbers are side by side.
     """
     half = cos_sin.shape[1] // 2
-    if not (q.shape[0] and half):
-        return q, k
-    width = triton.next_power_of_2(half)
-    per = _heads_per_program(max(q.shape[1], k.shape[1]), width)
-    rotary_kernel[(q.shape[0], triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per))](
-        q,
-        k,
-        cos_sin,
-        positions,
-        q.shape[1],
-        k.shape[1],
-        half,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        cos_sin.stride(0),
+    shape = tile("rotary", arch_of(q.device), half, "float32")
+    per = shape.block_m
+    heads = triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per)
+    launch(
+        rotary_kernel,
+        (q.shape[0] if half else 0, heads),
+        *(q, k, cos_sin, positions, q.shape[1], k.shape[1], half),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.stride(0)),
+        tile=shape,
         HEADS=per,
-        HALF=width,
+        HALF=shape.block_n,
         INTERLEAVED=interleaved,
-        num_warps=warps_for(per * width),
     )
     return q, k
 
@@ -244,47 +236,24 @@ def rotary_write(
     [T]: block · block size + row, or -1. codes: "none", or the fp8 form of `numbers.CODES` that the
     caches keep, with one scale each for keys and values (number = code · scale; larger ones saturate).
     """
-    k_cache, v_cache = cache
-    if codes != "none":
-        bits = codes_dtype("bits")
-        k_cache, v_cache = k_cache.view(bits), v_cache.view(bits)
-    if not q.shape[0]:
-        return q
+    k_cache, v_cache = cache if codes == "none" else (raw_codes(cache[0]), raw_codes(cache[1]))
     half, size, size_v = cos_sin.shape[1] // 2, k.shape[2], v.shape[2]
-    wide, wide_v = triton.next_power_of_2(size), triton.next_power_of_2(size_v)
-    per = _heads_per_program(max(q.shape[1], k.shape[1]), max(wide, wide_v))
-    rotary_write_kernel[(q.shape[0], triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per))](
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        cos_sin,
-        positions,
-        slots,
-        q.shape[1],
-        k.shape[1],
-        half,
-        size,
-        size_v,
-        k_cache.shape[1],
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        cos_sin.stride(0),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        1.0 / scales[0],
-        1.0 / scales[1],
+    shape = tile("rotary", arch_of(q.device), max(size, size_v), "float32")
+    per = shape.block_m
+    launch(
+        rotary_write_kernel,
+        (q.shape[0], triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per)),
+        *(q, k, v, k_cache, v_cache, cos_sin, positions, slots, q.shape[1], k.shape[1]),
+        *(half, size, size_v, k_cache.shape[1]),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(cos_sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        *(1.0 / scales[0], 1.0 / scales[1]),
+        tile=shape,
         HEADS=per,
-        HALF=triton.next_power_of_2(max(half, 1)),
-        SIZE=wide,
-        SIZE_V=wide_v,
+        HALF=_power(half),
+        SIZE=_power(size),
+        SIZE_V=_power(size_v),
         INTERLEAVED=interleaved,
         CODES=codes,
-        num_warps=warps_for(per * max(wide, wide_v)),
     )
     return q
