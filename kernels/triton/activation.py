@@ -13,7 +13,8 @@ import triton.language as tl
 
 from octavo.kernels.triton.numbers import codes_dtype, encode, raw_codes, row_scale
 from octavo.kernels.triton.runtime import arch_of, launch
-from octavo.kernels.triton.tiles import tile
+from octavo.kernels.triton.tiles import ARCHS, tile
+from octavo.kernels.triton.variants import SHORT, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -136,3 +137,33 @@ def act_and_mul_codes(x: torch.Tensor, kind: str, codes: str) -> tuple[torch.Ten
         CODES=codes,
     )
     return out, scales
+
+
+def _variant(
+    dtype: str, kind: str, *, codes: str = "none", archs: tuple[str, ...] = ARCHS
+) -> Variant:
+    plain = codes == "none"
+    kernel = act_and_mul_kernel if plain else act_and_mul_codes_kernel
+    types = {"x": f"*{SHORT[dtype]}", "out": f"*{SHORT[dtype]}", "scales": "*fp32"}
+    if not plain:
+        types["out"] = "*i8" if codes == "int8" else "*u8"
+    types |= dict.fromkeys(("rows", "n", "x_stride", "out_stride"), "i32")
+    return Variant(
+        f"act_and_mul {SHORT[dtype]} {kind}" + ("" if plain else f" {codes}"),
+        kernel,
+        {name: types[name] for name in kernel.arg_names if name in types},
+        {"ACT": kind} | ({} if plain else {"CODES": codes}),
+        tile=lambda arch: tile("activation", arch, 14336, "float32"),
+        tiled={"ROWS": "block_m", "BLOCK": "block_n"},
+        aligned=("n", "x_stride", "out_stride"),
+        archs=archs,
+    )
+
+
+AOT: list[Variant] = [
+    *(_variant(dtype, "silu") for dtype in SHORT),
+    *(_variant("bfloat16", kind) for kind in ACTS[1:]),
+    *(_variant("bfloat16", kind, codes="int8") for kind in ACTS),
+    _variant("bfloat16", "silu", codes="fp8_e4m3"),
+    _variant("bfloat16", "silu", codes="fp8_e4m3fnuz", archs=("gfx942",)),
+]

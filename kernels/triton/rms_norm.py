@@ -13,7 +13,8 @@ import triton.language as tl
 
 from octavo.kernels.triton.numbers import codes_dtype, encode, raw_codes, row_scale
 from octavo.kernels.triton.runtime import arch_of, launch
-from octavo.kernels.triton.tiles import tile
+from octavo.kernels.triton.tiles import ARCHS, tile
+from octavo.kernels.triton.variants import SHORT, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -209,3 +210,50 @@ def rms_norm_codes(
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
     _launch(x, residual, weight, raw_codes(out), scales, eps, offset, codes)
     return out, scales
+
+
+def _variant(
+    dtype: str,
+    n: int,
+    *,
+    add: bool = False,
+    codes: str = "none",
+    heads: int = 1,
+    archs: tuple[str, ...] = ARCHS,
+) -> Variant:
+    short = SHORT[dtype]
+    strides = ("x_stride", "x_head_stride", "residual_stride", "out_stride", "out_head_stride")
+    types = dict.fromkeys(("x", "residual", "weight", "out"), f"*{short}")
+    types["scales"] = types["x"]
+    if codes != "none":
+        types |= {"out": "*i8" if codes == "int8" else "*u8", "scales": "*fp32"}
+    types |= dict.fromkeys(("rows", "n", "heads", *strides), "i32")
+    types |= {"eps": "fp32", "offset": "fp32"}
+    fixed: dict[str, object] = {"ADD": add, "CODES": codes, "ONE_TILE": n <= 16384}
+    if heads == 1:
+        fixed["heads"] = 1
+    words = ["rms_norm", short, f"n{n}", "heads" * (heads > 1), "add" * add, codes]
+    return Variant(
+        " ".join(word for word in words if word not in ("", "none")),
+        rms_norm_kernel,
+        {
+            name: types[name]
+            for name in rms_norm_kernel.arg_names
+            if name in types and name not in fixed
+        },
+        fixed,
+        tile=lambda arch: tile("rms_norm", arch, n, "float32"),
+        tiled={"ROWS": "block_m", "BLOCK": "block_n"},
+        aligned=("n", *strides),
+        archs=archs,
+    )
+
+
+AOT: list[Variant] = [
+    *(_variant(dtype, 4096, add=add) for dtype in SHORT for add in (False, True)),
+    _variant("bfloat16", 128, heads=32),
+    *(_variant("bfloat16", n, add=True) for n in (16384, 20480)),
+    *(_variant("bfloat16", n, add=True, codes="int8") for n in (4096, 16384, 20480)),
+    _variant("bfloat16", 4096, add=True, codes="fp8_e4m3"),
+    _variant("bfloat16", 4096, add=True, codes="fp8_e4m3fnuz", archs=("gfx942",)),
+]

@@ -8,7 +8,7 @@ token does not depend on the rest of the batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -16,6 +16,7 @@ import triton.language as tl
 from octavo.kernels.triton.numbers import draw_key, gumbel, key_value, order_key
 from octavo.kernels.triton.runtime import arch_of, launch
 from octavo.kernels.triton.tiles import tile
+from octavo.kernels.triton.variants import SHORT, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -321,65 +322,13 @@ def pick_kernel(
     tl.store(tokens + row, token.to(tl.int64))
 
 
-@triton.jit
-def logprob_kernel(
-    logits, ids, most, mass, larger, vocab, stride, PART: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program (row, part): the part's largest logit, the sum of exp(logit - it), and how many logits
-    are larger than the chosen one."""
-    row, part = tl.program_id(0), tl.program_id(1)
-    start = logits + row.to(tl.int64) * stride
-    chosen = tl.load(start + tl.load(ids + row)).to(tl.float32)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    count = tl.zeros([BLOCK], tl.int32)
-    end = tl.minimum((part + 1) * PART, vocab)
-    for first in range(part * PART, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        x = tl.load(start + at, mask=at < end, other=float("-inf")).to(tl.float32)
-        top = tl.maximum(top, x)
-        count += (x > chosen).to(tl.int32)
-    largest = tl.max(top, 0)
-    shift = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(part * PART, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        x = tl.load(start + at, mask=at < end, other=float("-inf")).to(tl.float32)
-        total += tl.exp(x - shift)
-    out = row * tl.num_programs(1) + part
-    tl.store(most + out, largest)
-    tl.store(mass + out, tl.sum(total, 0))
-    tl.store(larger + out, tl.sum(count, 0))
-
-
-@triton.jit
-def logprob_sum_kernel(
-    logits, ids, most, mass, larger, logprob, rank, norm, stride, parts, PARTS: tl.constexpr
-):
-    """Program (row): its log-sum-exp, and the chosen token's log-probability and rank."""
-    row = tl.program_id(0)
-    lane = tl.arange(0, PARTS)
-    live = lane < parts
-    at = row * parts + lane
-    top = tl.load(most + at, mask=live, other=float("-inf"))
-    largest = tl.max(top, 0)
-    shift = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
-    own = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-    scaled = tl.load(mass + at, mask=live, other=0.0)
-    # A part without finite logits has a mass of 0 or infinity, which no factor may turn into NaN.
-    scaled = tl.where(tl.abs(top) < float("inf"), scaled * tl.exp(own - shift), scaled)
-    total = tl.log(tl.sum(scaled, 0)) + shift
-    chosen = tl.load(logits + row.to(tl.int64) * stride + tl.load(ids + row)).to(tl.float32)
-    tl.store(norm + row, total)
-    tl.store(logprob + row, chosen - total)
-    count = tl.sum(tl.load(larger + at, mask=live, other=0), 0)
-    tl.store(rank + row, count.to(tl.int64) + 1)
-
-
-def _tile(logits: torch.Tensor) -> Tile:
+def vocabulary_tile(logits: torch.Tensor) -> Tile:
+    """What programs over parts of logits [L, V] are launched with."""
     return tile("sampling", arch_of(logits.device), logits.shape[1], "float32")
 
 
-def _partials(logits: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def partials(logits: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for a float32 and an int32 of every row and part, [L, parts] each."""
     import torch
 
     shape = (logits.shape[0], parts)
@@ -422,17 +371,17 @@ def _sample(logits: torch.Tensor, rows: tuple[torch.Tensor, ...] | None) -> torc
     tokens = logits.new_empty(count, dtype=torch.int64)
     parts = triton.cdiv(vocab, PART)
     padded = triton.next_power_of_2(parts)
-    shape = _tile(logits)
+    shape = vocabulary_tile(logits)
     stride, block = logits.stride(0), shape.block_n
     sizes = {"PART": PART, "BLOCK": block}
-    best, best_id = _partials(logits, parts)
+    best, best_id = partials(logits, parts)
     launch(best_kernel, (count, parts), logits, best, best_id, vocab, stride, tile=shape, **sizes)
     temperature, drawn, drawn_id = best, best, best_id
     if rows is not None:
         temperature, top_k, top_p, min_p, seed, counter = rows
-        drawn, drawn_id = _partials(logits, parts)
+        drawn, drawn_id = partials(logits, parts)
         room = logits.new_empty((count, ROOM), dtype=torch.int32)
-        cuts, last_ids = _partials(logits, 1)
+        cuts, last_ids = partials(logits, 1)
         tops = torch.empty_like(cuts)
         found = (best, room, cuts, last_ids, tops)
         launch(
@@ -463,34 +412,41 @@ def _sample(logits: torch.Tensor, rows: tuple[torch.Tensor, ...] | None) -> torc
     return tokens
 
 
-def token_logprobs(
-    logits: torch.Tensor, ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of logits [L, V] and ids [L] int64: each id's log-softmax [L] float32, its rank [L] int64 (1 +
-    how many logits are larger), and the row's logsumexp [L] float32."""
-    import torch
+_TYPES = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "best", "drawn", "cuts", "tops"), "*fp32"),
+    **dict.fromkeys(("most", "mass", "logprob", "norm"), "*fp32"),
+    **dict.fromkeys(("top_k", "best_id", "drawn_id", "last_ids", "room", "larger"), "*i32"),
+    **dict.fromkeys(("seed", "counter", "tokens", "ids", "rank"), "*i64"),
+    **dict.fromkeys(("vocab", "stride", "parts"), "i32"),
+}
 
-    count, vocab = logits.shape
-    parts = triton.cdiv(vocab, PART)
-    shape = _tile(logits)
-    most, larger = _partials(logits, parts)
-    mass = torch.empty_like(most)
-    logprob, norm = (logits.new_empty(count, dtype=torch.float32) for _ in range(2))
-    rank = logits.new_empty(count, dtype=torch.int64)
-    stride = logits.stride(0)
-    launch(
-        logprob_kernel,
-        (count, parts),
-        *(logits, ids, most, mass, larger, vocab, stride),
-        tile=shape,
-        PART=PART,
-        BLOCK=shape.block_n,
+
+def vocabulary_variant(name: str, kernel: Any, dtype: str = "float32", **fixed: Any) -> Variant:
+    """A vocabulary of 128256, as most are a multiple of 16."""
+    types = _TYPES | {"logits": f"*{SHORT[dtype]}"}
+    sizes = {"PART": PART, "PARTS": triton.next_power_of_2(128256 // PART + 1), "ROOM": ROOM}
+    names = kernel.arg_names
+    return Variant(
+        f"{name} {SHORT[dtype]}",
+        kernel,
+        {arg: types[arg] for arg in names if arg in types},
+        {size: value for size, value in sizes.items() if size in names} | fixed,
+        tile=lambda arch: tile("sampling", arch, 128256, "float32"),
+        tiled={"BLOCK": "block_n"} if "BLOCK" in names else {},
+        aligned=tuple(arg for arg in ("vocab", "stride") if arg in names),
     )
-    launch(
-        logprob_sum_kernel,
-        (count,),
-        *(logits, ids, most, mass, larger, logprob, rank, norm, stride, parts),
-        tile=shape,
-        PARTS=triton.next_power_of_2(parts),
-    )
-    return logprob, rank, norm
+
+
+AOT: list[Variant] = [
+    *(
+        vocabulary_variant(name, kernel, dtype)
+        for name, kernel in (
+            ("sample_best", best_kernel),
+            ("sample_cut", cut_kernel),
+            ("sample_draw", draw_kernel),
+        )
+        for dtype in ("float32", "bfloat16")
+    ),
+    vocabulary_variant("sample_pick", pick_kernel, GREEDY=False),
+    vocabulary_variant("sample_pick_greedy", pick_kernel, GREEDY=True),
+]
