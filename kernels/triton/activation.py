@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import codes_dtype, rows_per_program, warps_for
-from octavo.kernels.triton.numbers import encode, row_scale
+from octavo.kernels.triton.numbers import codes_dtype, encode, raw_codes, row_scale
+from octavo.kernels.triton.runtime import arch_of, launch
+from octavo.kernels.triton.tiles import ARCHS, tile
+from octavo.kernels.triton.variants import SHORT, Variant
 
 if TYPE_CHECKING:
     import torch
 
 ACTS = ("silu", "gelu", "gelu_tanh")
-MAX_TILE = 4096  # columns a program takes at a time
 
 
 @triton.jit
@@ -101,21 +102,16 @@ def act_and_mul(x: torch.Tensor, kind: str) -> torch.Tensor:
     """x [T, 2n] -> act(x[:, :n]) · x[:, n:] in x's dtype, rounded once. kind: one of `ACTS`."""
     n = x.shape[1] // 2
     out = x.new_empty(x.shape[0], n)
-    if out.numel():
-        block = min(triton.next_power_of_2(n), 1024)
-        per = rows_per_program(block)
-        act_and_mul_kernel[(triton.cdiv(x.shape[0], per), triton.cdiv(n, block))](
-            x,
-            out,
-            x.shape[0],
-            n,
-            x.stride(0),
-            out.stride(0),
-            ROWS=per,
-            BLOCK=block,
-            ACT=kind,
-            num_warps=warps_for(per * block),
-        )
+    shape = tile("activation", arch_of(x.device), n, "float32")
+    launch(
+        act_and_mul_kernel,
+        (triton.cdiv(x.shape[0], shape.block_m), triton.cdiv(n, shape.block_n)),
+        *(x, out, x.shape[0], n, x.stride(0), out.stride(0)),
+        tile=shape,
+        ROWS=shape.block_m,
+        BLOCK=shape.block_n,
+        ACT=kind,
+    )
     return out
 
 
@@ -124,24 +120,50 @@ def act_and_mul_codes(x: torch.Tensor, kind: str, codes: str) -> tuple[torch.Ten
 
     Number = code · scale. A row with NaN or infinity gets zeros and a NaN scale.
     """
+    import torch
+
     n = x.shape[1] // 2
     out = x.new_empty(x.shape[0], n, dtype=codes_dtype(codes))
-    scales = x.new_zeros(x.shape[0], dtype=codes_dtype("scale"))
-    if out.numel():
-        block = min(triton.next_power_of_2(n), MAX_TILE)
-        per = rows_per_program(block)
-        act_and_mul_codes_kernel[(triton.cdiv(x.shape[0], per),)](
-            x,
-            out if codes == "int8" else out.view(codes_dtype("bits")),
-            scales,
-            x.shape[0],
-            n,
-            x.stride(0),
-            out.stride(0),
-            ROWS=per,
-            BLOCK=block,
-            ACT=kind,
-            CODES=codes,
-            num_warps=warps_for(per * block),
-        )
+    scales = x.new_zeros(x.shape[0], dtype=torch.float32)
+    shape = tile("activation", arch_of(x.device), n, "float32")
+    launch(
+        act_and_mul_codes_kernel,
+        (triton.cdiv(x.shape[0], shape.block_m),),
+        *(x, raw_codes(out), scales, x.shape[0], n, x.stride(0), out.stride(0)),
+        tile=shape,
+        ROWS=shape.block_m,
+        BLOCK=shape.block_n,
+        ACT=kind,
+        CODES=codes,
+    )
     return out, scales
+
+
+def _variant(
+    dtype: str, kind: str, *, codes: str = "none", archs: tuple[str, ...] = ARCHS
+) -> Variant:
+    plain = codes == "none"
+    kernel = act_and_mul_kernel if plain else act_and_mul_codes_kernel
+    types = {"x": f"*{SHORT[dtype]}", "out": f"*{SHORT[dtype]}", "scales": "*fp32"}
+    if not plain:
+        types["out"] = "*i8" if codes == "int8" else "*u8"
+    types |= dict.fromkeys(("rows", "n", "x_stride", "out_stride"), "i32")
+    return Variant(
+        f"act_and_mul {SHORT[dtype]} {kind}" + ("" if plain else f" {codes}"),
+        kernel,
+        {name: types[name] for name in kernel.arg_names if name in types},
+        {"ACT": kind} | ({} if plain else {"CODES": codes}),
+        tile=lambda arch: tile("activation", arch, 14336, "float32"),
+        tiled={"ROWS": "block_m", "BLOCK": "block_n"},
+        aligned=("n", "x_stride", "out_stride"),
+        archs=archs,
+    )
+
+
+AOT: list[Variant] = [
+    *(_variant(dtype, "silu") for dtype in SHORT),
+    *(_variant("bfloat16", kind) for kind in ACTS[1:]),
+    *(_variant("bfloat16", kind, codes="int8") for kind in ACTS),
+    _variant("bfloat16", "silu", codes="fp8_e4m3"),
+    _variant("bfloat16", "silu", codes="fp8_e4m3fnuz", archs=("gfx942",)),
+]

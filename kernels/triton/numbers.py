@@ -6,11 +6,32 @@ interpreter: no code of 8 bits and no random bit depends on what a chip can conv
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
+if TYPE_CHECKING:
+    import torch
+
 CODES = ("int8", "fp8_e4m3", "fp8_e4m3fnuz")
 """Forms of 8 bits that kernels write: symmetric integers, OCP's e4m3, and e4m3 of AMD's gfx94x."""
+
+
+def codes_dtype(kind: str) -> torch.dtype:
+    """The torch dtype of one of `CODES`. Raises ValueError for another name."""
+    import torch
+
+    if kind not in CODES:
+        raise ValueError(f"no codes of kind {kind!r}; there are {', '.join(CODES)}")
+    return (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)[CODES.index(kind)]
+
+
+def raw_codes(out: torch.Tensor) -> torch.Tensor:
+    """The same memory in the dtype that kernels write: int8, or uint8 for fp8 numbers."""
+    import torch
+
+    return out if out.dtype == torch.int8 else out.view(torch.uint8)
 
 
 @triton.jit
@@ -81,6 +102,12 @@ def order_key(x):
     """int32 that compare like the float32 numbers x do (no NaN); both zeros have the key 0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def key_value(key):
+    """The float32 numbers that have these keys."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import codes_dtype, rows_per_program, warps_for
-from octavo.kernels.triton.numbers import encode, row_scale
+from octavo.kernels.triton.numbers import codes_dtype, encode, raw_codes, row_scale
+from octavo.kernels.triton.runtime import arch_of, launch
+from octavo.kernels.triton.tiles import ARCHS, tile
+from octavo.kernels.triton.variants import SHORT, Variant
 
 if TYPE_CHECKING:
     import torch
-
-MAX_TILE = 16384  # numbers of a row that one program keeps in registers
 
 
 @triton.jit
@@ -26,7 +26,9 @@ def load_row(x, residual, at, residual_at, mask, SUM: tl.constexpr, ADD: tl.cons
     value = tl.load(x + at, mask=mask, other=0.0)
     if ADD:
         if SUM:
-            total = value.to(tl.float32) + tl.load(residual + residual_at, mask=mask, other=0.0)
+            total = value.to(tl.float32) + tl.load(residual + residual_at, mask=mask, other=0.0).to(
+                tl.float32
+            )
             value = total.to(residual.dtype.element_ty)
             tl.store(residual + residual_at, value, mask=mask)
         else:
@@ -128,11 +130,10 @@ def _launch(
 ) -> None:
     n, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     rows = x.numel() // n if n else 0
-    if not rows:
-        return
-    block = min(triton.next_power_of_2(n), MAX_TILE)
-    per = rows_per_program(block)
-    rms_norm_kernel[(triton.cdiv(rows, per),)](
+    shape = tile("rms_norm", arch_of(x.device), n, "float32")
+    launch(
+        rms_norm_kernel,
+        (triton.cdiv(rows, shape.block_m),),
         x,
         x if residual is None else residual,
         weight,
@@ -148,12 +149,12 @@ def _launch(
         out.stride(1) if out.dim() == 3 else 0,
         eps,
         offset,
-        ROWS=per,
-        BLOCK=block,
-        ONE_TILE=n <= MAX_TILE,
+        tile=shape,
+        ROWS=shape.block_m,
+        BLOCK=shape.block_n,
+        ONE_TILE=n <= shape.block_n,
         ADD=residual is not None,
         CODES=codes,
-        num_warps=warps_for(per * block),
     )
 
 
@@ -203,8 +204,56 @@ def rms_norm_codes(
     codes: a name of `numbers.CODES`. Number = code · scale; the scale is the row's largest number over
     the largest code. A row with NaN or infinity gets zeros and a NaN scale.
     """
+    import torch
+
     out = x.new_empty(x.shape, dtype=codes_dtype(codes))
-    scales = x.new_empty(x.shape[0], dtype=codes_dtype("scale"))
-    raw = out if codes == "int8" else out.view(codes_dtype("bits"))
-    _launch(x, residual, weight, raw, scales, eps, offset, codes)
+    scales = x.new_empty(x.shape[0], dtype=torch.float32)
+    _launch(x, residual, weight, raw_codes(out), scales, eps, offset, codes)
     return out, scales
+
+
+def _variant(
+    dtype: str,
+    n: int,
+    *,
+    add: bool = False,
+    codes: str = "none",
+    heads: int = 1,
+    archs: tuple[str, ...] = ARCHS,
+) -> Variant:
+    short = SHORT[dtype]
+    strides = ("x_stride", "x_head_stride", "residual_stride", "out_stride", "out_head_stride")
+    types = dict.fromkeys(("x", "residual", "weight", "out"), f"*{short}")
+    types["scales"] = types["x"]
+    if codes != "none":
+        types |= {"out": "*i8" if codes == "int8" else "*u8", "scales": "*fp32"}
+    types |= dict.fromkeys(("rows", "n", "heads", *strides), "i32")
+    types |= {"eps": "fp32", "offset": "fp32"}
+    fixed: dict[str, object] = {"ADD": add, "CODES": codes, "ONE_TILE": n <= 16384}
+    if heads == 1:
+        fixed["heads"] = 1
+    words = ["rms_norm", short, f"n{n}", "heads" * (heads > 1), "add" * add, codes]
+    return Variant(
+        " ".join(word for word in words if word not in ("", "none")),
+        rms_norm_kernel,
+        {
+            name: types[name]
+            for name in rms_norm_kernel.arg_names
+            if name in types and name not in fixed
+        },
+        fixed,
+        tile=lambda arch: tile("rms_norm", arch, n, "float32"),
+        tiled={"ROWS": "block_m", "BLOCK": "block_n"},
+        aligned=("n", *strides),
+        archs=archs,
+    )
+
+
+AOT: list[Variant] = [
+    *(_variant(dtype, 4096, add=add) for dtype in SHORT for add in (False, True)),
+    _variant("bfloat16", 128, heads=32),
+    *(_variant("bfloat16", n, add=True) for n in (16384, 20480)),
+    *(_variant("bfloat16", n, add=True, codes="int8") for n in (4096, 16384, 20480)),
+    _variant("bfloat16", 4096, add=True, codes="fp8_e4m3"),
+    _variant("bfloat16", 4096, add=True, codes="fp8_e4m3fnuz", archs=("gfx942",)),
+]

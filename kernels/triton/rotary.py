@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import codes_dtype, rows_per_program, warps_for
-from octavo.kernels.triton.numbers import encode, largest_code
+from octavo.kernels.triton.numbers import encode, largest_code, raw_codes
+from octavo.kernels.triton.runtime import arch_of, launch
+from octavo.kernels.triton.tiles import ARCHS, Tile, tile
+from octavo.kernels.triton.variants import SHORT, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -85,21 +87,30 @@ def rotary_kernel(
 
 
 @triton.jit
-def stored(x, inverse, cache, CODES: tl.constexpr):
-    """float32 as the cache keeps it: in its dtype, or as codes of x · inverse, saturating."""
+def load_scales(scales, head, live, CODES: tl.constexpr):
+    """What a head's numbers are divided by before they are coded, [HEADS, 1]."""
+    if CODES == "none":
+        return 1.0
+    else:
+        return tl.load(scales + head, mask=live, other=1.0)[:, None]
+
+
+@triton.jit
+def stored(x, scale, cache, CODES: tl.constexpr):
+    """float32 as the cache keeps it: in its dtype, or as codes of x / scale, saturating."""
     if CODES == "none":
         return x.to(cache.dtype.element_ty)
     else:
         most = largest_code(CODES)
-        return encode(tl.maximum(tl.minimum(x * inverse, most), -most), CODES)
+        return encode(tl.maximum(tl.minimum(x / scale, most), -most), CODES)
 
 
 @triton.jit
-def copy_heads(x, at, cache, to, lane, start, size, live, inverse, CODES, WIDTH: tl.constexpr):
+def copy_heads(x, at, cache, to, lane, start, size, live, scale, CODES: tl.constexpr):
     """Numbers `start` to `size` of each head, as they are. at, to [HEADS]: where the heads begin."""
     mask = live[:, None] & (lane >= start)[None, :] & (lane < size)[None, :]
     value = tl.load(x + at[:, None] + lane[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(cache + to[:, None] + lane[None, :], stored(value, inverse, cache, CODES), mask=mask)
+    tl.store(cache + to[:, None] + lane[None, :], stored(value, scale, cache, CODES), mask=mask)
 
 
 @triton.jit
@@ -112,6 +123,8 @@ def rotary_write_kernel(
     cos_sin,
     positions,
     slots,
+    k_scales,
+    v_scales,
     q_heads,
     kv_heads,
     half,
@@ -131,8 +144,6 @@ def rotary_write_kernel(
     v_block,
     v_slot,
     v_head,
-    k_inverse,
-    v_inverse,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     SIZE: tl.constexpr,
@@ -156,6 +167,8 @@ def rotary_write_kernel(
         if slot >= 0:
             head = (tl.program_id(1) - of_q) * HEADS + tl.arange(0, HEADS)
             live = head < kv_heads
+            k_scale = load_scales(k_scales, head, live, CODES)
+            v_scale = load_scales(v_scales, head, live, CODES)
             block, row = slot // block_size, slot % block_size
             at = token * k_stride + head * k_head_stride
             to = block * k_block + row * k_slot + head * k_head
@@ -172,18 +185,18 @@ def rotary_write_kernel(
             one = one.to(k.dtype.element_ty).to(tl.float32)
             other = other.to(k.dtype.element_ty).to(tl.float32)
             write = k_cache + to[:, None] + first_at[None, :]
-            tl.store(write, stored(one, k_inverse, k_cache, CODES), mask=mask)
-            tl.store(write + step, stored(other, k_inverse, k_cache, CODES), mask=mask)
+            tl.store(write, stored(one, k_scale, k_cache, CODES), mask=mask)
+            tl.store(write + step, stored(other, k_scale, k_cache, CODES), mask=mask)
             lane = tl.arange(0, SIZE)
-            copy_heads(k, at, k_cache, to, lane, 2 * half, size, live, k_inverse, CODES, SIZE)
+            copy_heads(k, at, k_cache, to, lane, 2 * half, size, live, k_scale, CODES)
             at = token * v_stride + head * v_head_stride
             to = block * v_block + row * v_slot + head * v_head
             lane = tl.arange(0, SIZE_V)
-            copy_heads(v, at, v_cache, to, lane, 0, size_v, live, v_inverse, CODES, SIZE_V)
+            copy_heads(v, at, v_cache, to, lane, 0, size_v, live, v_scale, CODES)
 
 
-def _heads_per_program(heads: int, width: int) -> int:
-    return min(triton.next_power_of_2(heads), rows_per_program(width))
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
 
 
 def rotary(
@@ -200,27 +213,18 @@ def rotary(
     numbers are side by side.
     """
     half = cos_sin.shape[1] // 2
-    if not (q.shape[0] and half):
-        return q, k
-    width = triton.next_power_of_2(half)
-    per = _heads_per_program(max(q.shape[1], k.shape[1]), width)
-    rotary_kernel[(q.shape[0], triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per))](
-        q,
-        k,
-        cos_sin,
-        positions,
-        q.shape[1],
-        k.shape[1],
-        half,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        cos_sin.stride(0),
+    shape = tile("rotary", arch_of(q.device), half, "float32")
+    per = shape.block_m
+    heads = triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per)
+    launch(
+        rotary_kernel,
+        (q.shape[0] if half else 0, heads),
+        *(q, k, cos_sin, positions, q.shape[1], k.shape[1], half),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.stride(0)),
+        tile=shape,
         HEADS=per,
-        HALF=width,
+        HALF=shape.block_n,
         INTERLEAVED=interleaved,
-        num_warps=warps_for(per * width),
     )
     return q, k
 
@@ -236,55 +240,106 @@ def rotary_write(
     *,
     interleaved: bool = False,
     codes: str = "none",
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Turns q in place, and stores k, turned, and v [T, Hkv, Dv] at their slots of the cache.
 
     cache: two tensors [blocks, block, Hkv, D] and [.., Dv], whose last dimension has stride 1. slots
     [T]: block · block size + row, or -1. codes: "none", or the fp8 form of `numbers.CODES` that the
-    caches keep, with one scale each for keys and values (number = code · scale; larger ones saturate).
+    caches keep, with scales [Hkv] float32 for keys and values (number = code · scale; larger saturate).
     """
-    k_cache, v_cache = cache
-    if codes != "none":
-        bits = codes_dtype("bits")
-        k_cache, v_cache = k_cache.view(bits), v_cache.view(bits)
-    if not q.shape[0]:
-        return q
+    if (codes == "none") != (scales is None):
+        raise ValueError(f"a cache of {codes!r} codes with scales {scales}: one needs the other")
+    k_cache, v_cache = cache if codes == "none" else (raw_codes(cache[0]), raw_codes(cache[1]))
     half, size, size_v = cos_sin.shape[1] // 2, k.shape[2], v.shape[2]
-    wide, wide_v = triton.next_power_of_2(size), triton.next_power_of_2(size_v)
-    per = _heads_per_program(max(q.shape[1], k.shape[1]), max(wide, wide_v))
-    rotary_write_kernel[(q.shape[0], triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per))](
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        cos_sin,
-        positions,
-        slots,
-        q.shape[1],
-        k.shape[1],
-        half,
-        size,
-        size_v,
-        k_cache.shape[1],
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        cos_sin.stride(0),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        1.0 / scales[0],
-        1.0 / scales[1],
+    shape = tile("rotary", arch_of(q.device), max(size, size_v), "float32")
+    per = shape.block_m
+    launch(
+        rotary_write_kernel,
+        (q.shape[0], triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per)),
+        *(q, k, v, k_cache, v_cache, cos_sin, positions, slots, *(scales or (q, q))),
+        *(q.shape[1], k.shape[1]),
+        *(half, size, size_v, k_cache.shape[1]),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(cos_sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        tile=shape,
         HEADS=per,
-        HALF=triton.next_power_of_2(max(half, 1)),
-        SIZE=wide,
-        SIZE_V=wide_v,
+        HALF=_power(half),
+        SIZE=_power(size),
+        SIZE_V=_power(size_v),
         INTERLEAVED=interleaved,
         CODES=codes,
-        num_warps=warps_for(per * max(wide, wide_v)),
     )
     return q
+
+
+_STRIDES = ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "angle_stride")
+_CACHE = (
+    *("v_stride", "v_head_stride"),
+    *("k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head"),
+)
+
+
+def _variant(dtype: str, size: int, turned: int, *, interleaved: bool = False) -> Variant:
+    half = turned // 2
+    types = dict.fromkeys(("q", "k"), f"*{SHORT[dtype]}") | {
+        "cos_sin": "*fp32",
+        "positions": "*i64",
+    }
+    types |= dict.fromkeys(("q_heads", "k_heads", "half", *_STRIDES), "i32")
+    words = ["rotary", SHORT[dtype], f"d{size}", f"of{turned}", "interleaved" * interleaved]
+    return Variant(
+        " ".join(word for word in words if word),
+        rotary_kernel,
+        types,
+        {"INTERLEAVED": interleaved},
+        tile=lambda arch: tile("rotary", arch, half, "float32"),
+        tiled={"HEADS": "block_m", "HALF": "block_n"},
+        aligned=(*_STRIDES, *(("half",) if half % 16 == 0 else ())),
+    )
+
+
+def _write_variant(
+    dtype: str,
+    size: int,
+    turned: int,
+    *,
+    codes: str = "none",
+    interleaved: bool = False,
+    archs: tuple[str, ...] = ARCHS,
+) -> Variant:
+    short, half = SHORT[dtype], turned // 2
+    kept = f"*{short}" if codes == "none" else "*u8"
+    scale = f"*{short}" if codes == "none" else "*fp32"
+    types = dict.fromkeys(("q", "k", "v"), f"*{short}") | {"k_cache": kept, "v_cache": kept}
+    types |= {"cos_sin": "*fp32", "positions": "*i64", "slots": "*i64"}
+    types |= {"k_scales": scale, "v_scales": scale}
+    sizes = ("q_heads", "kv_heads", "half", "size", "size_v", "block_size")
+    types |= dict.fromkeys((*sizes, *_STRIDES, *_CACHE), "i32")
+    words = ["rotary_write", short, f"d{size}", f"of{turned}", codes, "interleaved" * interleaved]
+
+    def shape(arch: str) -> Tile:
+        return tile("rotary", arch, size, "float32")
+
+    return Variant(
+        " ".join(word for word in words if word not in ("", "none")),
+        rotary_write_kernel,
+        {name: types[name] for name in rotary_write_kernel.arg_names if name in types},
+        {"HALF": _power(half), "INTERLEAVED": interleaved, "CODES": codes},
+        tile=shape,
+        tiled={"HEADS": "block_m", "SIZE": "block_n", "SIZE_V": "block_n"},
+        aligned=(*_STRIDES, *_CACHE, "size", "size_v", "block_size"),
+        archs=archs,
+    )
+
+
+AOT: list[Variant] = [
+    *(_variant(dtype, 128, 128) for dtype in SHORT),
+    _variant("bfloat16", 128, 128, interleaved=True),
+    _variant("bfloat16", 256, 64),
+    *(_write_variant(dtype, 128, 128) for dtype in SHORT),
+    _write_variant("bfloat16", 128, 128, interleaved=True),
+    _write_variant("bfloat16", 256, 64),
+    _write_variant("bfloat16", 128, 128, codes="fp8_e4m3"),
+    _write_variant("bfloat16", 128, 128, codes="fp8_e4m3fnuz", archs=("gfx942",)),
+]

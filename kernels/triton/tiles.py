@@ -6,6 +6,7 @@ spills is what runs. Imports neither torch nor triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -99,6 +100,24 @@ def _rows(arch: str, head_size: int, dtype: str) -> Tile:
     return Tile(1 if arch != INTERPRET else 8, 1024, 1, 4 if head_size <= 4096 else 8)
 
 
+def _whole_rows(most: int) -> Callable[[str, int, str], Tile]:
+    """Kernels that keep up to `most` numbers of a row in registers, and several rows when they are
+    short: 16 numbers a lane."""
+
+    def of(arch: str, length: int, dtype: str) -> Tile:
+        block = min(1 << max(0, length - 1).bit_length(), most)
+        rows = max(1, 2048 // block)
+        lanes = 64 if arch.startswith("gfx9") else 32
+        return Tile(rows, block, 1, min(16, max(1, rows * block // (16 * lanes))))
+
+    return of
+
+
+def _vocabulary(arch: str, length: int, dtype: str) -> Tile:
+    """Programs that each take one part of a row of logits, or search all of it."""
+    return Tile(1, 4096 if arch == INTERPRET else 1024, 1, 4 if arch.startswith("gfx9") else 8)
+
+
 def _write_kv(arch: str, head_size: int, dtype: str) -> Tile:
     return Tile(16, 0, 1, 4)
 
@@ -113,8 +132,8 @@ TABLES = {
     "attention_combine": _rows,
     "write_kv": _write_kv,
     "copy_blocks": _copy,
-    "rms_norm": _rows,
-    "rotary": _rows,
-    "activation": _rows,
-    "sampling": _rows,
+    "rms_norm": _whole_rows(16384),
+    "rotary": _whole_rows(2048),
+    "activation": _whole_rows(4096),
+    "sampling": _vocabulary,
 }
