@@ -64,7 +64,9 @@ class TritonBackend(Backend):
         self.device_types = (word,)
         self.interpret = word == "cuda:interpret"
         self.priority = -1 if self.interpret else 20
-        self._longest: int | None = None  # tokens of a sequence, of the engine that was started last
+        self._longest: int | None = (
+            None  # tokens of a sequence, of the engine that was started last
+        )
 
     def probe(self) -> Probe:
         built = found.torch_build()
@@ -90,7 +92,10 @@ class TritonBackend(Backend):
         word = self.device_types[0]
         return Probe(
             devices=tuple(f"{word}:{i}" for i in range(len(gpus))),
-            details={"gpus": ", ".join(name or node for node, name in gpus.items()), "torch": built},
+            details={
+                "gpus": ", ".join(name or node for node, name in gpus.items()),
+                "torch": built,
+            },
         )
 
     def torch_device(self, device: str) -> str:
@@ -194,7 +199,9 @@ class TritonBackend(Backend):
                 f"--device {device!r}: {torch.cuda.get_device_name(index)} is {arch}; the kernels are "
                 f"for {NVIDIA[0]} and later. Use --device reference:cuda, or cpu"
             )
-        if arch.startswith("gfx") and not arch.startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")):
+        if arch.startswith("gfx") and not arch.startswith(
+            ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+        ):
             raise ConfigError(
                 f"--device {device!r}: {torch.cuda.get_device_name(index)} is {arch}; the kernels are "
                 f"for {', '.join(AMD)} and their relatives. Use --device reference:cuda, or cpu"

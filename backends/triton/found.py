@@ -10,7 +10,8 @@ from pathlib import Path
 def nvidia_gpus(root: Path = Path("/")) -> dict[str, str]:
     """Device nodes of NVIDIA GPUs with their models' names, as far as the driver tells them."""
     nodes = sorted(
-        (p for p in (root / "dev").glob("nvidia[0-9]*")), key=lambda p: int(p.name.removeprefix("nvidia"))
+        (p for p in (root / "dev").glob("nvidia[0-9]*")),
+        key=lambda p: int(p.name.removeprefix("nvidia")),
     )
     models = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
@@ -28,7 +29,9 @@ def amd_gpus(root: Path = Path("/")) -> dict[str, str]:
     found = {}
     for path in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
         try:
-            facts = dict(line.split(None, 1) for line in path.read_text().splitlines() if " " in line)
+            facts = dict(
+                line.split(None, 1) for line in path.read_text().splitlines() if " " in line
+            )
         except OSError:  # a GPU that this container was not given
             continue
         version = int(facts.get("gfx_target_version", "0"))

@@ -91,6 +91,12 @@ class DecodeGraphs:
         out, kv = self._forward(weights, kv, inputs)
         return StepOut(logits=out.logits.float(), hidden=out.hidden), kv
 
+    def _logits(
+        self, weights: Mapping[str, PackedWeight], kv: list[TritonKV], inputs: TritonInputs
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self._plain(weights, kv, inputs)[0].logits
+        return logits
+
     def _bucket(self, inputs: TritonInputs) -> int | None:
         """The bucket of a plain decode step, or None."""
         batch = inputs.batch
@@ -117,12 +123,12 @@ class DecodeGraphs:
         frame = Frame(first, self._blocks or kv[0].pool.num_blocks)
         if self._device.type != "cuda":
             # What the interpreter runs cannot be captured: the same step over the same memory.
-            return Captured(frame, lambda weights, kv: self._plain(weights, kv, frame)[0].logits)
+            return Captured(frame, lambda weights, kv: self._logits(weights, kv, frame))
         frame.load(first.batch, None)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._plain(weights, kv, frame)[0].logits
+            logits = self._logits(weights, kv, frame)
         self._memory = graph.pool()
 
         def replay(_weights: Mapping[str, PackedWeight], _kv: list[TritonKV]) -> torch.Tensor:

@@ -125,15 +125,20 @@ def arrays_of(batch: Batch) -> list[np.ndarray[Any, Any]]:
     ]
 
 
-def fields_of(batch: Batch, tensors: Sequence[torch.Tensor]) -> Fields:
-    """The tensors made of `arrays_of(batch)` by name."""
+def fields_of(
+    batch: Batch, fixed: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
+) -> Fields:
+    """The tensors made of `arrays_of(batch)` by name; tables: those of its groups with their own."""
     own, which = distinct(batch)
-    slots = tensors[3 : 3 + len(own)]
-    tables = tensors[-len(own) :]
+    token_ids, positions, logits_rows = fixed[:3]
+    query_start, context_lens = fixed[3 + len(own) : 5 + len(own)]
     return Fields(
-        *tensors[:3],
-        *tensors[3 + len(own) : 5 + len(own)],
-        slots=tuple(slots[i] for i in which),
+        token_ids=token_ids,
+        positions=positions,
+        logits_rows=logits_rows,
+        query_start=query_start,
+        context_lens=context_lens,
+        slots=tuple(fixed[3 + i] for i in which),
         block_tables=tuple(tables[i] for i in which),
     )
 
@@ -161,7 +166,9 @@ class TritonInputs:
     def fields(self) -> Fields:
         """The batch on the device, uploaded when this is first asked for."""
         if self._fields is None:
-            self._fields = fields_of(self.batch, upload(arrays_of(self.batch), self.device))
+            own = len(distinct(self.batch)[0])
+            tensors = upload(arrays_of(self.batch), self.device)
+            self._fields = fields_of(self.batch, tensors[:-own], tensors[-own:])
             redirect(self._fields.token_ids, self.batch, self.prev)
         return self._fields
 
@@ -210,9 +217,9 @@ class TritonInputs:
                 continue
             width = batch.block_tables[key.group].shape[1]
             items = cut_tiles(queries, batch.context_lens, width, cut, who)
-            on_device = upload([items.items, items.merges], self.device)
+            on_device, merges = upload([items.items, items.merges], self.device)
             tokens = min(cut.tokens, int(queries[who].max()))
-            made.append(Work(kernel, *on_device, parts=items.parts, tokens=tokens))
+            made.append(Work(kernel, on_device, merges, items.parts, tokens))
         return tuple(made)
 
 
@@ -272,21 +279,17 @@ class Frame(TritonInputs):
         self._keys = list(first.works)
         count = workers(self.device)
         self._cuts = [key.shape.cut(DECODE, count, key.window) for key in self._keys]
-        own, which = distinct(batch)
+        own = distinct(batch)[0]
         fixed = self._fixed(batch)
         offsets, self._first_table = place(fixed)
         self._table_bytes = -(-self._room * 4 // ALIGN) * ALIGN
         size = self._first_table + len(own) * self._table_bytes
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
         tensors = views(self._buffer, fixed, offsets)
-        tables = [self._table(index)[: self._room * 4].view(torch.int32) for index in range(len(own))]
-        slots = tensors[3 : 3 + len(own)]
-        self._fields = Fields(
-            *tensors[:3],
-            *tensors[3 + len(own) : 5 + len(own)],
-            slots=tuple(slots[i] for i in which),
-            block_tables=tuple(tables[i] for i in which),
-        )
+        tables = [
+            self._table(index)[: self._room * 4].view(torch.int32) for index in range(len(own))
+        ]
+        self._fields = fields_of(batch, tensors, tables)
         items = tensors[5 + len(own) :]
         for i, (key, cut) in enumerate(zip(self._keys, self._cuts, strict=True)):
             work = Work(DECODE, items[2 * i], items[2 * i + 1], parts=cut.most_parts, tokens=1)

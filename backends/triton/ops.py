@@ -130,7 +130,6 @@ class TritonOps(Ops):
             for _ in range(min(2, -(-len(ids) // step)))
         ]
         copied: list[Any] = [None, None]
-        done = torch.cuda.Event()
         for turn, start in enumerate(range(0, len(ids), step)):
             some = index[start : start + step]
             buffer = buffers[turn % 2][: len(some)]
@@ -144,8 +143,7 @@ class TritonOps(Ops):
                 copied[turn % 2] = side.record_event()
         for buffer in buffers:
             buffer.record_stream(side)
-        done.record(side)
-        return HostTransfer(host, done, buffers)
+        return HostTransfer(host, side.record_event(), buffers)
 
     def import_blocks(
         self, src: torch.Tensor | HostTransfer, handles: list[TritonKV], ids: Sequence[int]
@@ -243,6 +241,3 @@ class TritonOps(Ops):
         self, logits: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return logprobs.token_logprobs(logits, ids)
-
-
-

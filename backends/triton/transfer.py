@@ -14,7 +14,7 @@ STAGING_BYTES = 64 << 20
 @cache
 def side_stream(device: torch.device) -> Any:
     """The stream that copies between host and device run on."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class HostTransfer:
