@@ -127,10 +127,6 @@ def rotary_write_kernel(
     v_scales,
     q_heads,
     kv_heads,
-    half,
-    size,
-    size_v,
-    block_size,
     q_stride,
     q_head_stride,
     k_stride,
@@ -144,6 +140,10 @@ def rotary_write_kernel(
     v_block,
     v_slot,
     v_head,
+    PAIRS: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     SIZE: tl.constexpr,
@@ -156,12 +156,12 @@ def rotary_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF)
     position = tl.load(positions + token).to(tl.int64)
-    cos, sin = load_angles(cos_sin, position, angle_stride, pair, half)
+    cos, sin = load_angles(cos_sin, position, angle_stride, pair, PAIRS)
     of_q = tl.cdiv(q_heads, HEADS)
     if tl.program_id(1) < of_q:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         offsets = token * q_stride + head * q_head_stride
-        turn_heads(q, offsets, pair, half, cos, sin, head < q_heads, INTERLEAVED)
+        turn_heads(q, offsets, pair, PAIRS, cos, sin, head < q_heads, INTERLEAVED)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
@@ -169,14 +169,14 @@ def rotary_write_kernel(
             live = head < kv_heads
             k_scale = load_scales(k_scales, head, live, CODES)
             v_scale = load_scales(v_scales, head, live, CODES)
-            block, row = slot // block_size, slot % block_size
+            block, row = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             at = token * k_stride + head * k_head_stride
             to = block * k_block + row * k_slot + head * k_head
             if INTERLEAVED:
                 first_at, step = 2 * pair, 1
             else:
-                first_at, step = pair, half
-            mask = live[:, None] & (pair < half)[None, :]
+                first_at, step = pair, PAIRS
+            mask = live[:, None] & (pair < PAIRS)[None, :]
             read = k + at[:, None] + first_at[None, :]
             first = tl.load(read, mask=mask, other=0.0).to(tl.float32)
             second = tl.load(read + step, mask=mask, other=0.0).to(tl.float32)
@@ -188,11 +188,11 @@ def rotary_write_kernel(
             tl.store(write, stored(one, k_scale, k_cache, CODES), mask=mask)
             tl.store(write + step, stored(other, k_scale, k_cache, CODES), mask=mask)
             lane = tl.arange(0, SIZE)
-            copy_heads(k, at, k_cache, to, lane, 2 * half, size, live, k_scale, CODES)
+            copy_heads(k, at, k_cache, to, lane, 2 * PAIRS, D, live, k_scale, CODES)
             at = token * v_stride + head * v_head_stride
             to = block * v_block + row * v_slot + head * v_head
             lane = tl.arange(0, SIZE_V)
-            copy_heads(v, at, v_cache, to, lane, 0, size_v, live, v_scale, CODES)
+            copy_heads(v, at, v_cache, to, lane, 0, D_V, live, v_scale, CODES)
 
 
 def _power(n: int) -> int:
@@ -259,10 +259,13 @@ def rotary_write(
         (q.shape[0], triton.cdiv(q.shape[1], per) + triton.cdiv(k.shape[1], per)),
         *(q, k, v, k_cache, v_cache, cos_sin, positions, slots, *(scales or (q, q))),
         *(q.shape[1], k.shape[1]),
-        *(half, size, size_v, k_cache.shape[1]),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(cos_sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3]),
         tile=shape,
+        PAIRS=half,
+        D=size,
+        D_V=size_v,
+        BLOCK_SIZE=k_cache.shape[1],
         HEADS=per,
         HALF=_power(half),
         SIZE=_power(size),
@@ -314,8 +317,8 @@ def _write_variant(
     types = dict.fromkeys(("q", "k", "v"), f"*{short}") | {"k_cache": kept, "v_cache": kept}
     types |= {"cos_sin": "*fp32", "positions": "*i64", "slots": "*i64"}
     types |= {"k_scales": scale, "v_scales": scale}
-    sizes = ("q_heads", "kv_heads", "half", "size", "size_v", "block_size")
-    types |= dict.fromkeys((*sizes, *_STRIDES, *_CACHE), "i32")
+    types |= dict.fromkeys(("q_heads", "kv_heads", *_STRIDES, *_CACHE), "i32")
+    sizes = {"PAIRS": half, "HALF": _power(half), "D": size, "D_V": size, "BLOCK_SIZE": 16}
     words = ["rotary_write", short, f"d{size}", f"of{turned}", codes, "interleaved" * interleaved]
 
     def shape(arch: str) -> Tile:
@@ -325,10 +328,10 @@ def _write_variant(
         " ".join(word for word in words if word not in ("", "none")),
         rotary_write_kernel,
         {name: types[name] for name in rotary_write_kernel.arg_names if name in types},
-        {"HALF": _power(half), "INTERLEAVED": interleaved, "CODES": codes},
+        sizes | {"INTERLEAVED": interleaved, "CODES": codes},
         tile=shape,
         tiled={"HEADS": "block_m", "SIZE": "block_n", "SIZE_V": "block_n"},
-        aligned=(*_STRIDES, *_CACHE, "size", "size_v", "block_size"),
+        aligned=(*_STRIDES, *_CACHE),
         archs=archs,
     )
 

@@ -231,7 +231,7 @@ def cut_kernel(
     """Program (row): its cut by top-k and then top-p, the last id that stays of those equal to the
     cut, and its largest logit."""
     row = tl.program_id(0)
-    _, top = load_best(best, row, parts, PARTS)
+    _of_parts, top = load_best(best, row, parts, PARTS)
     tl.store(tops + row, top)
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     cut = tl.full([], LOWEST, tl.int32)
@@ -241,7 +241,9 @@ def cut_kernel(
         start = logits + row.to(tl.int64) * stride
         own_room = room + row * ROOM
         if by_k:
-            cut, _, _ = search(start, vocab, top, 1.0 / heat, own_room, cut, k, False, BLOCK, ROOM)
+            cut, _equal, _needed = search(
+                start, vocab, top, 1.0 / heat, own_room, cut, k, False, BLOCK, ROOM
+            )
         if p < 1.0:
             low = tl.where(cut > LOWEST, cut - 1, cut)
             cut, equal, needed = search(
@@ -312,12 +314,12 @@ def pick_kernel(
     lane = tl.arange(0, PARTS)
     values, top = load_best(best, row, parts, PARTS)
     ids = tl.load(best_id + row * parts + lane, mask=lane < parts, other=LAST)
-    _, token = first_of_largest(values, ids)
+    _most, token = first_of_largest(values, ids)
     if not GREEDY:  # noqa: SIM102 - decided when it is compiled
         if draws(tl.load(temperature + row), top):
-            values, _ = load_best(drawn, row, parts, PARTS)
+            values, _top = load_best(drawn, row, parts, PARTS)
             ids = tl.load(drawn_id + row * parts + lane, mask=lane < parts, other=LAST)
-            _, token = first_of_largest(values, ids)
+            _most, token = first_of_largest(values, ids)
     token = tl.where(top > float("-inf"), token, -1)  # also where top is NaN
     tl.store(tokens + row, token.to(tl.int64))
 
