@@ -19,8 +19,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _numbers(x, dtype, CODES: tl.constexpr):
-    """A loaded tile of the cache in `dtype`. Codes come out smaller by `code_factor`."""
-    if CODES >= 2:
+    """A loaded tile of the cache in `dtype`. Codes that are taken apart come out smaller by
+    `code_factor`."""
+    if CODES == 1:
+        return x.to(tl.float8e4nv, bitcast=True).to(dtype)
+    elif CODES == 2:
+        return x.to(tl.float8e4b8, bitcast=True).to(dtype)
+    elif CODES == 3:
         wide = x.to(tl.int16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return bits.to(tl.float16, bitcast=True).to(dtype)
@@ -30,22 +35,21 @@ def _numbers(x, dtype, CODES: tl.constexpr):
 
 @triton.jit
 def code_factor(CODES: tl.constexpr):
-    """What the bits of a code, read as float16, are short of: 2 to the difference of exponents' biases."""
-    if CODES == 2:
+    """What the bits of an e4m3 code, read as float16, are short of: 2 to the difference of the
+    exponents' biases."""
+    if CODES == 3:
         return 256.0
-    elif CODES == 3:
-        return 128.0
     else:
         return 1.0
 
 
 @triton.jit
 def _walk(
-    acc, total, most, q, k_head, v_head, table, begin, end, context, at, scale, cap, window,
+    acc, total, most, q, q_rows, live, k_head, v_head, table, begin, end, at, scale, cap, window,
     k_stride_b, k_stride_p, v_stride_b, v_stride_p,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    CODES: tl.constexpr, MASKED: tl.constexpr,
+    CODES: tl.constexpr, PIECES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes keys [begin, end) into the running softmax, BLOCK_N at a time.
 
@@ -70,16 +74,30 @@ def _walk(
             block = tl.load(table + after // BLOCK_SIZE, mask=after < end, other=0)
         else:
             block = tl.load(table + (after + n) // BLOCK_SIZE, mask=after + n < end, other=0)
-        k_at = k_head + k_row[None, :] + d[:, None]
         v_at = v_head + v_row[:, None] + dv[None, :]
-        if MASKED:
-            written = key < context
-            k = tl.load(k_at, mask=written[None, :] & (d < D)[:, None], other=0)
-        elif BLOCK_D != D:
-            k = tl.load(k_at, mask=(d < D)[:, None], other=0)
+        there = key < end
+        if PIECES == 1:
+            k_at = k_head + k_row[None, :] + d[:, None]
+            if MASKED:
+                k = tl.load(k_at, mask=there[None, :] & (d < D)[:, None], other=0)
+            elif BLOCK_D != D:
+                k = tl.load(k_at, mask=(d < D)[:, None], other=0)
+            else:
+                k = tl.load(k_at)
+            score = tl.dot(q, _numbers(k, q.dtype, CODES), input_precision="ieee")
         else:
-            k = tl.load(k_at)
-        score = tl.dot(q, _numbers(k, q.dtype, CODES), input_precision="ieee") * scale
+            # A chip whose registers cannot hold whole heads takes them in pieces, queries too.
+            score = tl.zeros([q_rows.shape[0], BLOCK_N], tl.float32)
+            for piece in tl.static_range(PIECES):
+                some = piece * (BLOCK_D // PIECES) + tl.arange(0, BLOCK_D // PIECES)
+                inside = some < D
+                some_q = tl.load(
+                    q_rows[:, None] + some[None, :], mask=live[:, None] & inside[None, :], other=0.0
+                ).to(q.dtype)
+                k_at = k_head + k_row[None, :] + some[:, None]
+                k = tl.load(k_at, mask=there[None, :] & inside[:, None], other=0)
+                score = tl.dot(some_q, _numbers(k, q.dtype, CODES), score, input_precision="ieee")
+        score = score * scale
         if SOFTCAP:
             # c · tanh(score / c), in powers of two: tanh(x) = 1 - 2 / (e^2x + 1)
             turned = tl.exp2(score * (2.0 * LOG2E / cap))
@@ -97,7 +115,7 @@ def _walk(
         p = tl.exp2(score - base[:, None])
         total = total * faded + tl.sum(p, 1)
         if MASKED:
-            v = tl.load(v_at, mask=written[:, None] & (dv < D_V)[None, :], other=0)
+            v = tl.load(v_at, mask=there[:, None] & (dv < D_V)[None, :], other=0)
         elif BLOCK_DV != D_V:
             v = tl.load(v_at, mask=(dv < D_V)[None, :], other=0)
         else:
@@ -118,6 +136,7 @@ def attention_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (items, KV heads x tiles of HEADS query heads).
 
@@ -151,8 +170,10 @@ def attention_kernel(
     at = before + token
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_at = q + ((t0 + token).to(tl.int64) * q_stride_t + head * q_stride_h)[:, None] + d[None, :]
-    queried = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    q_rows = q + (t0 + token).to(tl.int64) * q_stride_t + head * q_stride_h
+    queried = tl.load(
+        q_rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0
+    )
     if WIDE:
         queried = queried.to(tl.float32)
     factor = scale
@@ -182,9 +203,9 @@ def attention_kernel(
     if BLOCK_M <= 16:
         # A tile this small is cheap to mask, and one loop keeps its loads in flight to the end.
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, begin, end, context, at, factor, cap,
+            acc, total, most, queried, q_rows, live, k_head, v_head, table, begin, end, at, factor, cap,
             window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
-            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, PIECES, True,
         )  # fmt: skip
     else:
         # Tiles of keys that every row sees need no mask: those up to the first row's position and, with
@@ -196,21 +217,21 @@ def attention_kernel(
             clear = (oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             clear = tl.minimum(tl.maximum(clear, begin), end)
             acc, total, most = _walk(
-                acc, total, most, queried, k_head, v_head, table, begin, clear, context, at, factor,
+                acc, total, most, queried, q_rows, live, k_head, v_head, table, begin, clear, at, factor,
                 cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D,
-                BLOCK_DV, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
+                BLOCK_DV, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, PIECES, True,
             )  # fmt: skip
             begin = clear
             clear_end = tl.maximum(clear_end, begin)
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, begin, clear_end, context, at, factor,
+            acc, total, most, queried, q_rows, live, k_head, v_head, table, begin, clear_end, at, factor,
             cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
-            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, False,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, PIECES, False,
         )  # fmt: skip
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, clear_end, end, context, at, factor,
+            acc, total, most, queried, q_rows, live, k_head, v_head, table, clear_end, end, at, factor,
             cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
-            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, PIECES, True,
         )  # fmt: skip
 
     empty = total == 0.0  # no key at all: padding
