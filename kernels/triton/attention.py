@@ -9,7 +9,7 @@ from octavo.kernels.triton.attention_device import attention_kernel, combine_ker
 from octavo.kernels.triton.attention_plan import Cut
 from octavo.kernels.triton.kv_cache import PLAIN, codes_of, padded
 from octavo.kernels.triton.runtime import interpreted, launch
-from octavo.kernels.triton.tiles import Tile, pieces, tile
+from octavo.kernels.triton.tiles import ARCHS, Tile, tile, widest_head
 from octavo.kernels.triton.variants import SHORT, Variant
 
 if TYPE_CHECKING:
@@ -124,7 +124,6 @@ def attend(
         SOFTCAP=softcap > 0,
         SPLIT=split,
         CODES=cache.codes,
-        PIECES=pieces(shape.arch, padded(shape.head_size), shape.dtype),
         # The interpreter computes with bfloat16's bits as if they were whole numbers.
         WIDE=shape.dtype == "bfloat16" and interpreted(),
         **sizes,
@@ -177,12 +176,10 @@ def _variant(
         },
         tile=lambda arch: tile(kernel, arch, padded(size), dtype),
         tiled={"BLOCK_M": "block_m", "BLOCK_N": "block_n"},
-        for_arch=lambda arch: {
-            "CODES": codes_of(kv, arch) if kv else PLAIN,
-            "PIECES": pieces(arch, padded(size), dtype),
-        },
+        for_arch=lambda arch: {"CODES": codes_of(kv, arch) if kv else PLAIN},
         aligned=_STRIDES,
         tensor_cores=dtype != "float32",
+        archs=tuple(arch for arch in ARCHS if size <= widest_head(arch, dtype)),
     )
 
 

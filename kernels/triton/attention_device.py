@@ -45,11 +45,11 @@ def code_factor(CODES: tl.constexpr):
 
 @triton.jit
 def _walk(
-    acc, total, most, q, q_rows, live, k_head, v_head, table, begin, end, at, scale, cap, window,
+    acc, total, most, q, k_head, v_head, table, begin, end, at, scale, cap, window,
     k_stride_b, k_stride_p, v_stride_b, v_stride_p,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    CODES: tl.constexpr, PIECES: tl.constexpr, MASKED: tl.constexpr,
+    CODES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes keys [begin, end) into the running softmax, BLOCK_N at a time.
 
@@ -74,30 +74,16 @@ def _walk(
             block = tl.load(table + after // BLOCK_SIZE, mask=after < end, other=0)
         else:
             block = tl.load(table + (after + n) // BLOCK_SIZE, mask=after + n < end, other=0)
+        k_at = k_head + k_row[None, :] + d[:, None]
         v_at = v_head + v_row[:, None] + dv[None, :]
         there = key < end
-        if PIECES == 1:
-            k_at = k_head + k_row[None, :] + d[:, None]
-            if MASKED:
-                k = tl.load(k_at, mask=there[None, :] & (d < D)[:, None], other=0)
-            elif BLOCK_D != D:
-                k = tl.load(k_at, mask=(d < D)[:, None], other=0)
-            else:
-                k = tl.load(k_at)
-            score = tl.dot(q, _numbers(k, q.dtype, CODES), input_precision="ieee")
+        if MASKED:
+            k = tl.load(k_at, mask=there[None, :] & (d < D)[:, None], other=0)
+        elif BLOCK_D != D:
+            k = tl.load(k_at, mask=(d < D)[:, None], other=0)
         else:
-            # A chip whose registers cannot hold whole heads takes them in pieces, queries too.
-            score = tl.zeros([q_rows.shape[0], BLOCK_N], tl.float32)
-            for piece in tl.static_range(PIECES):
-                some = piece * (BLOCK_D // PIECES) + tl.arange(0, BLOCK_D // PIECES)
-                inside = some < D
-                some_q = tl.load(
-                    q_rows[:, None] + some[None, :], mask=live[:, None] & inside[None, :], other=0.0
-                ).to(q.dtype)
-                k_at = k_head + k_row[None, :] + some[:, None]
-                k = tl.load(k_at, mask=there[None, :] & inside[:, None], other=0)
-                score = tl.dot(some_q, _numbers(k, q.dtype, CODES), score, input_precision="ieee")
-        score = score * scale
+            k = tl.load(k_at)
+        score = tl.dot(q, _numbers(k, q.dtype, CODES), input_precision="ieee") * scale
         if SOFTCAP:
             # c · tanh(score / c), in powers of two: tanh(x) = 1 - 2 / (e^2x + 1)
             turned = tl.exp2(score * (2.0 * LOG2E / cap))
@@ -136,7 +122,6 @@ def attention_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
-    PIECES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (items, KV heads x tiles of HEADS query heads).
 
@@ -203,9 +188,9 @@ def attention_kernel(
     if BLOCK_M <= 16:
         # A tile this small is cheap to mask, and one loop keeps its loads in flight to the end.
         acc, total, most = _walk(
-            acc, total, most, queried, q_rows, live, k_head, v_head, table, begin, end, at, factor, cap,
+            acc, total, most, queried, k_head, v_head, table, begin, end, at, factor, cap,
             window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
-            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, PIECES, True,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
         )  # fmt: skip
     else:
         # Tiles of keys that every row sees need no mask: those up to the first row's position and, with
@@ -217,21 +202,21 @@ def attention_kernel(
             clear = (oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             clear = tl.minimum(tl.maximum(clear, begin), end)
             acc, total, most = _walk(
-                acc, total, most, queried, q_rows, live, k_head, v_head, table, begin, clear, at, factor,
+                acc, total, most, queried, k_head, v_head, table, begin, clear, at, factor,
                 cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D,
-                BLOCK_DV, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, PIECES, True,
+                BLOCK_DV, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
             )  # fmt: skip
             begin = clear
             clear_end = tl.maximum(clear_end, begin)
         acc, total, most = _walk(
-            acc, total, most, queried, q_rows, live, k_head, v_head, table, begin, clear_end, at, factor,
+            acc, total, most, queried, k_head, v_head, table, begin, clear_end, at, factor,
             cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
-            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, PIECES, False,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, False,
         )  # fmt: skip
         acc, total, most = _walk(
-            acc, total, most, queried, q_rows, live, k_head, v_head, table, clear_end, end, at, factor,
+            acc, total, most, queried, k_head, v_head, table, clear_end, end, at, factor,
             cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
-            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, PIECES, True,
+            BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
         )  # fmt: skip
 
     empty = total == 0.0  # no key at all: padding

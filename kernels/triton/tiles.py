@@ -94,12 +94,10 @@ def _attention_float32(arch: str, wide: bool) -> Tile:
     return Tile(16, 16 if wide else 32, 1, 4)
 
 
-def pieces(arch: str, head_size: int, dtype: str) -> int:
-    """How many pieces attention takes heads in when it multiplies queries with keys: more than one only
-    where whole heads would spill."""
-    if arch == INTERPRET or head_size <= 128 or fallback_arch(arch) not in RDNA:
-        return 1
-    return 4 if dtype == "float32" or fallback_arch(arch) == "gfx1100" else 1
+def widest_head(arch: str, dtype: str) -> int:
+    """The largest head size that attention of `dtype` takes without spilling registers."""
+    known = fallback_arch(arch)
+    return 128 if known == "gfx1100" or (known in RDNA and dtype == "float32") else 256
 
 
 def _attention_decode(arch: str, head_size: int, dtype: str) -> Tile:
@@ -112,8 +110,6 @@ def _attention_decode(arch: str, head_size: int, dtype: str) -> Tile:
         return Tile(16, 32 if wide else 64, 3, 4)
     if arch in NVIDIA:
         return Tile(16, 32, 2 if wide else 3, 4)
-    if arch in RDNA and wide:
-        return Tile(16, 16, 1, 4)
     return Tile(16, 32, 1, 4 if wide else 2)
 
 

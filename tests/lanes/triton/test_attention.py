@@ -172,11 +172,3 @@ def test_an_8_bit_cache(codes: int, dtype: torch.dtype, monkeypatch: pytest.Monk
     out = ops.paged_attention(q, handle, TritonInputs(case.batch, None, "cpu"), scale=32**-0.5)
     wanted = expected(case, q, torch.float32, 32**-0.5)
     torch.testing.assert_close(out.double(), wanted, atol=2 * CLOSE[dtype] + 1e-5, rtol=1e-5)
-
-
-def test_heads_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.kernels.triton import attention
-
-    monkeypatch.setattr(attention, "pieces", lambda *_: 4)
-    check(ragged([1, 20], [40, 50], 2, 72, seed=3), 4, torch.float32, window=30)
-    check(ragged([3], [40], 1, 64, seed=4), 3, torch.float16)
