@@ -72,14 +72,14 @@ def _attention_prefill(arch: str, head_size: int, dtype: str) -> Tile:
     if dtype == "float32":
         return Tile(16, 16 if wide else 32, 1, 4)
     if arch in ("sm_90", "sm_100"):
-        return Tile(64, 32, 2, 4) if wide else Tile(128, 64, 2, 8)
-    if arch == "sm_80":
-        return Tile(64, 32, 2, 4) if wide else Tile(64 if not small else 128, 64, 2, 4)
-    if arch in ("sm_86", "sm_89", "sm_120"):
-        return Tile(64, 32, 2 if not wide else 1, 4) if not small else Tile(64, 64, 2, 4)
+        return Tile(64, 32, 2, 4) if wide else Tile(128, 64, 3, 8)
+    if arch in NVIDIA:
+        if wide:
+            return Tile(64, 32, 2, 8)
+        return Tile(128, 64, 3, 8) if small else Tile(128, 32, 3, 8)
     if arch in ("gfx90a", "gfx942", "gfx950"):
-        return Tile(64, 32, 1, 4) if wide else Tile(128, 32, 1, 4)
-    return Tile(32, 16 if wide else 32, 1, 4)
+        return Tile(64, 32, 1, 4) if wide else Tile(128, 32, 2, 4)
+    return Tile(32, 16, 1, 4) if wide else Tile(64, 32, 1, 4)
 
 
 def _attention_decode(arch: str, head_size: int, dtype: str) -> Tile:
@@ -88,9 +88,11 @@ def _attention_decode(arch: str, head_size: int, dtype: str) -> Tile:
     wide = head_size > 128
     if dtype == "float32":
         return Tile(16, 16 if wide else 32, 1, 4)
+    if arch in ("sm_80", "sm_90", "sm_100"):
+        return Tile(16, 32 if wide else 64, 3, 4)
     if arch in NVIDIA:
-        return Tile(16, 32 if wide else 64, 2 if wide else 3, 4)
-    return Tile(16, 32, 1, 2 if not wide else 4)
+        return Tile(16, 32, 2 if wide else 3, 4)
+    return Tile(16, 32, 1, 4 if wide else 2)
 
 
 def _rows(arch: str, head_size: int, dtype: str) -> Tile:
