@@ -27,8 +27,9 @@ def turned(first, second, cos, sin):
 
 
 @triton.jit
-def load_angles(cos_sin, position, angle_stride, pair, half):
+def load_angles(cos_sin, position, angle_stride, half, HALF: tl.constexpr):
     """Cosines and sines [1, HALF] float32 of a position."""
+    pair = tl.arange(0, HALF)
     at = cos_sin + position * angle_stride + pair
     mask = pair < half
     cos = tl.load(at, mask=mask, other=1.0).to(tl.float32)
@@ -36,20 +37,45 @@ def load_angles(cos_sin, position, angle_stride, pair, half):
 
 
 @triton.jit
-def turn_heads(x, offsets, pair, half, cos, sin, live, INTERLEAVED: tl.constexpr):
-    """Turns heads in memory. offsets [HEADS]: where each begins."""
+def load_pairs(x, offsets, half, live, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """First and second numbers [HEADS, HALF] of the pairs. offsets [HEADS]: where each head begins.
+    Neighbours are read side by side and parted in registers."""
     if INTERLEAVED:
-        at = x + offsets[:, None] + 2 * pair[None, :]
-        step = 1
+        lane = tl.arange(0, 2 * HALF)
+        mask = live[:, None] & (lane < 2 * half)[None, :]
+        both = tl.load(x + offsets[:, None] + lane[None, :], mask=mask, other=0.0)
+        return tl.split(tl.reshape(both, [both.shape[0], HALF, 2]))
     else:
+        pair = tl.arange(0, HALF)
+        mask = live[:, None] & (pair < half)[None, :]
         at = x + offsets[:, None] + pair[None, :]
-        step = half
-    mask = live[:, None] & (pair < half)[None, :]
-    first = tl.load(at, mask=mask, other=0.0)
-    second = tl.load(at + step, mask=mask, other=0.0)
+        return tl.load(at, mask=mask, other=0.0), tl.load(at + half, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_pairs(
+    x, offsets, first, second, half, live, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """The inverse of `load_pairs`."""
+    if INTERLEAVED:
+        lane = tl.arange(0, 2 * HALF)
+        mask = live[:, None] & (lane < 2 * half)[None, :]
+        tl.store(x + offsets[:, None] + lane[None, :], tl.interleave(first, second), mask=mask)
+    else:
+        pair = tl.arange(0, HALF)
+        mask = live[:, None] & (pair < half)[None, :]
+        at = x + offsets[:, None] + pair[None, :]
+        tl.store(at, first, mask=mask)
+        tl.store(at + half, second, mask=mask)
+
+
+@triton.jit
+def turn_heads(x, offsets, half, cos, sin, live, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Turns heads in memory. offsets [HEADS]: where each begins."""
+    first, second = load_pairs(x, offsets, half, live, HALF, INTERLEAVED)
     one, other = turned(first.to(tl.float32), second.to(tl.float32), cos, sin)
-    tl.store(at, one.to(first.dtype), mask=mask)
-    tl.store(at + step, other.to(first.dtype), mask=mask)
+    kind = x.dtype.element_ty
+    store_pairs(x, offsets, one.to(kind), other.to(kind), half, live, HALF, INTERLEAVED)
 
 
 @triton.jit
@@ -72,18 +98,17 @@ def rotary_kernel(
 ):
     """Program (token, i): heads i · HEADS onward of q, after the last of them those of k."""
     token = tl.program_id(0).to(tl.int64)
-    pair = tl.arange(0, HALF)
     position = tl.load(positions + token).to(tl.int64)
-    cos, sin = load_angles(cos_sin, position, angle_stride, pair, half)
+    cos, sin = load_angles(cos_sin, position, angle_stride, half, HALF)
     of_q = tl.cdiv(q_heads, HEADS)
     if tl.program_id(1) < of_q:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         offsets = token * q_stride + head * q_head_stride
-        turn_heads(q, offsets, pair, half, cos, sin, head < q_heads, INTERLEAVED)
+        turn_heads(q, offsets, half, cos, sin, head < q_heads, HALF, INTERLEAVED)
     else:
         head = (tl.program_id(1) - of_q) * HEADS + tl.arange(0, HEADS)
         offsets = token * k_stride + head * k_head_stride
-        turn_heads(k, offsets, pair, half, cos, sin, head < k_heads, INTERLEAVED)
+        turn_heads(k, offsets, half, cos, sin, head < k_heads, HALF, INTERLEAVED)
 
 
 @triton.jit
@@ -154,14 +179,13 @@ def rotary_write_kernel(
     """Program (token, i): as in `rotary_kernel`, but heads of k go, turned, to the token's slot of the
     cache, and those of v with them. k and v themselves stay as they are; a slot of -1 is skipped."""
     token = tl.program_id(0).to(tl.int64)
-    pair = tl.arange(0, HALF)
     position = tl.load(positions + token).to(tl.int64)
-    cos, sin = load_angles(cos_sin, position, angle_stride, pair, PAIRS)
+    cos, sin = load_angles(cos_sin, position, angle_stride, PAIRS, HALF)
     of_q = tl.cdiv(q_heads, HEADS)
     if tl.program_id(1) < of_q:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         offsets = token * q_stride + head * q_head_stride
-        turn_heads(q, offsets, pair, PAIRS, cos, sin, head < q_heads, INTERLEAVED)
+        turn_heads(q, offsets, PAIRS, cos, sin, head < q_heads, HALF, INTERLEAVED)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
@@ -172,21 +196,12 @@ def rotary_write_kernel(
             block, row = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             at = token * k_stride + head * k_head_stride
             to = block * k_block + row * k_slot + head * k_head
-            if INTERLEAVED:
-                first_at, step = 2 * pair, 1
-            else:
-                first_at, step = pair, PAIRS
-            mask = live[:, None] & (pair < PAIRS)[None, :]
-            read = k + at[:, None] + first_at[None, :]
-            first = tl.load(read, mask=mask, other=0.0).to(tl.float32)
-            second = tl.load(read + step, mask=mask, other=0.0).to(tl.float32)
-            one, other = turned(first, second, cos, sin)
+            first, second = load_pairs(k, at, PAIRS, live, HALF, INTERLEAVED)
+            one, other = turned(first.to(tl.float32), second.to(tl.float32), cos, sin)
             # Rounded as it would be in place, so that fused and unfused steps cache the same bits.
-            one = one.to(k.dtype.element_ty).to(tl.float32)
-            other = other.to(k.dtype.element_ty).to(tl.float32)
-            write = k_cache + to[:, None] + first_at[None, :]
-            tl.store(write, stored(one, k_scale, k_cache, CODES), mask=mask)
-            tl.store(write + step, stored(other, k_scale, k_cache, CODES), mask=mask)
+            one = stored(one.to(k.dtype.element_ty).to(tl.float32), k_scale, k_cache, CODES)
+            other = stored(other.to(k.dtype.element_ty).to(tl.float32), k_scale, k_cache, CODES)
+            store_pairs(k_cache, to, one, other, PAIRS, live, HALF, INTERLEAVED)
             lane = tl.arange(0, SIZE)
             copy_heads(k, at, k_cache, to, lane, 2 * PAIRS, D, live, k_scale, CODES)
             at = token * v_stride + head * v_head_stride

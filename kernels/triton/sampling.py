@@ -129,6 +129,7 @@ def search(
     low,
     limit,
     BY_MASS: tl.constexpr,
+    PROBE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROOM: tl.constexpr,
 ):
@@ -142,7 +143,7 @@ def search(
     step = tl.arange(0, 8)
     keys = order_key(top - tl.exp2((step - 1).to(tl.float32)) / inverse)
     keys = tl.maximum(tl.where(step == 7, low, keys), low)
-    counts, masses = probe(start, vocab, top, inverse, keys, BLOCK)
+    counts, masses = probe(start, vocab, top, inverse, keys, PROBE)
     all_count, all_mass = tl.max(counts, 0), tl.max(masses, 0)
     if BY_MASS:
         limit = limit * all_mass
@@ -225,6 +226,7 @@ def cut_kernel(
     stride,
     parts,
     PARTS: tl.constexpr,
+    PROBE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROOM: tl.constexpr,
 ):
@@ -242,12 +244,12 @@ def cut_kernel(
         own_room = room + row * ROOM
         if by_k:
             cut, _equal, _needed = search(
-                start, vocab, top, 1.0 / heat, own_room, cut, k, False, BLOCK, ROOM
+                start, vocab, top, 1.0 / heat, own_room, cut, k, False, PROBE, BLOCK, ROOM
             )
         if p < 1.0:
             low = tl.where(cut > LOWEST, cut - 1, cut)
             cut, equal, needed = search(
-                start, vocab, top, 1.0 / heat, own_room, low, p, True, BLOCK, ROOM
+                start, vocab, top, 1.0 / heat, own_room, low, p, True, PROBE, BLOCK, ROOM
             )
             if needed < equal:
                 last_id = id_of(start, vocab, cut, needed, BLOCK)
@@ -324,9 +326,9 @@ def pick_kernel(
     tl.store(tokens + row, token.to(tl.int64))
 
 
-def vocabulary_tile(logits: torch.Tensor) -> Tile:
+def vocabulary_tile(logits: torch.Tensor, kernel: str = "sampling") -> Tile:
     """What programs over parts of logits [L, V] are launched with."""
-    return tile("sampling", arch_of(logits.device), logits.shape[1], "float32")
+    return tile(kernel, arch_of(logits.device), logits.shape[1], "float32")
 
 
 def partials(logits: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -385,14 +387,16 @@ def _sample(logits: torch.Tensor, rows: tuple[torch.Tensor, ...] | None) -> torc
         room = logits.new_empty((count, ROOM), dtype=torch.int32)
         cuts, last_ids = partials(logits, 1)
         tops = torch.empty_like(cuts)
+        cut_shape = vocabulary_tile(logits, "sampling_cut")
         found = (best, room, cuts, last_ids, tops)
         launch(
             cut_kernel,
             (count,),
             *(logits, temperature, top_k, top_p, *found, vocab, stride, parts),
-            tile=shape,
+            tile=cut_shape,
             PARTS=padded,
-            BLOCK=block,
+            PROBE=cut_shape.block_m,
+            BLOCK=cut_shape.block_n,
             ROOM=ROOM,
         )
         launch(
@@ -427,14 +431,15 @@ def vocabulary_variant(name: str, kernel: Any, dtype: str = "float32", **fixed: 
     """A vocabulary of 128256, as most are a multiple of 16."""
     types = _TYPES | {"logits": f"*{SHORT[dtype]}"}
     sizes = {"PART": PART, "PARTS": triton.next_power_of_2(128256 // PART + 1), "ROOM": ROOM}
-    names = kernel.arg_names
+    names, table = kernel.arg_names, "sampling_cut" if kernel is cut_kernel else "sampling"
+    tiled = {"PROBE": "block_m", "BLOCK": "block_n"}
     return Variant(
         f"{name} {SHORT[dtype]}",
         kernel,
         {arg: types[arg] for arg in names if arg in types},
         {size: value for size, value in sizes.items() if size in names} | fixed,
-        tile=lambda arch: tile("sampling", arch, 128256, "float32"),
-        tiled={"BLOCK": "block_n"} if "BLOCK" in names else {},
+        tile=lambda arch: tile(table, arch, 128256, "float32"),
+        tiled={name: part for name, part in tiled.items() if name in names},
         aligned=tuple(arg for arg in ("vocab", "stride") if arg in names),
     )
 

@@ -118,13 +118,13 @@ def _rows(arch: str, head_size: int, dtype: str) -> Tile:
     return Tile(1 if arch != INTERPRET else 8, 1024, 1, 4 if head_size <= 4096 else 8)
 
 
-def _whole_rows(most: int) -> Callable[[str, int, str], Tile]:
+def _whole_rows(most: int, least: int = 2048) -> Callable[[str, int, str], Tile]:
     """Kernels that keep up to `most` numbers of a row in registers, and several rows when they are
-    short: 16 numbers a lane."""
+    short, `least` numbers in all: 16 numbers a lane."""
 
     def of(arch: str, length: int, dtype: str) -> Tile:
         block = min(1 << max(0, length - 1).bit_length(), most)
-        rows = max(1, 2048 // block)
+        rows = max(1, least // block)
         lanes = 64 if arch.startswith("gfx9") else 32
         return Tile(rows, block, 1, min(16, max(1, rows * block // (16 * lanes))))
 
@@ -132,8 +132,14 @@ def _whole_rows(most: int) -> Callable[[str, int, str], Tile]:
 
 
 def _vocabulary(arch: str, length: int, dtype: str) -> Tile:
-    """Programs that each take one part of a row of logits, or search all of it."""
-    return Tile(1, 4096 if arch == INTERPRET else 1024, 1, 4 if arch.startswith("gfx9") else 8)
+    """Programs that each take one part of a row of logits: 8 numbers a lane are on their way."""
+    return Tile(1, 2048, 1, 4 if arch.startswith("gfx9") else 8)
+
+
+def _search(arch: str, length: int, dtype: str) -> Tile:
+    """Programs that each search a row of logits. block_m: logits that are compared with eight keys at a
+    time; block_n: with one key."""
+    return Tile(1024, 4096, 1, 8 if arch.startswith("gfx9") else 16)
 
 
 def _write_kv(arch: str, head_size: int, dtype: str) -> Tile:
@@ -151,7 +157,8 @@ TABLES = {
     "write_kv": _write_kv,
     "copy_blocks": _copy,
     "rms_norm": _whole_rows(16384),
-    "rotary": _whole_rows(2048),
+    "rotary": _whole_rows(2048, least=1024),
     "activation": _whole_rows(4096),
     "sampling": _vocabulary,
+    "sampling_cut": _search,
 }
