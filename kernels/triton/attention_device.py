@@ -185,37 +185,26 @@ def attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     k_head = k_cache + kv_head * k_stride_h
     v_head = v_cache + kv_head * v_stride_h
-    if BLOCK_M <= 16:
-        # A tile this small is cheap to mask, and one loop keeps its loads in flight to the end.
+    if BLOCK_M <= 16 or WINDOW:
+        # A tile this small is cheap to mask, and one loop keeps its loads in flight to the end; a window
+        # leaves few tiles that every row sees whole.
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, begin, end, at, factor, cap,
-            window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
+            acc, total, most, queried, k_head, v_head, table, begin, end, at, factor, cap, window,
+            k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
             BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
         )  # fmt: skip
     else:
-        # Tiles of keys that every row sees need no mask: those up to the first row's position and, with
-        # a window, from the last row's first key on.
-        clear_end = tl.minimum((before + first + 1) // BLOCK_N * BLOCK_N, end)
-        clear_end = tl.maximum(clear_end, begin)
-        if WINDOW:
-            oldest = tl.maximum(before + last - window + 1, 0)
-            clear = (oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-            clear = tl.minimum(tl.maximum(clear, begin), end)
-            acc, total, most = _walk(
-                acc, total, most, queried, k_head, v_head, table, begin, clear, at, factor,
-                cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D,
-                BLOCK_DV, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
-            )  # fmt: skip
-            begin = clear
-            clear_end = tl.maximum(clear_end, begin)
+        # Tiles of keys up to the first row's position are seen by every row, and need no mask.
+        clear = tl.minimum((before + first + 1) // BLOCK_N * BLOCK_N, end)
+        clear = tl.maximum(clear, begin)
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, begin, clear_end, at, factor,
-            cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
+            acc, total, most, queried, k_head, v_head, table, begin, clear, at, factor, cap, window,
+            k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
             BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, False,
         )  # fmt: skip
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, clear_end, end, at, factor,
-            cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
+            acc, total, most, queried, k_head, v_head, table, clear, end, at, factor, cap, window,
+            k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
             BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
         )  # fmt: skip
 
