@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.backends.triton.inputs import Frame, TritonInputs, padded_decode
+from octavo.backends.triton.inputs import Frame, TritonInputs, padded_decode, prompt_example
 from octavo.backends.triton.ops import TritonKV
 from octavo.plugins import Handle, PackedWeight, StepOut
 
@@ -24,6 +24,9 @@ Forward = Callable[..., tuple[StepOut, list[Handle]]]
 
 GRAPH_SEQS = 512
 """No graph is captured for more sequences: launches no longer dominate such a step."""
+
+PROMPT_TOKENS = 64
+"""Length of the prompt that is run at the start: more tokens than a decode tile takes."""
 
 INTERPRETED_SEQS = 4
 """The same where nothing is gained: enough to check that frames work."""
@@ -75,8 +78,7 @@ class DecodeGraphs:
     ) -> tuple[StepOut, list[Handle]]:
         self._check_bound(weights, kv)
         if inputs.batch.num_tokens == 0:
-            for bucket in reversed(self.buckets):  # the largest first: the others fit its memory
-                self._at(bucket, weights, kv, inputs)
+            self._warm_up(weights, kv, inputs)
         size = self._bucket(inputs)
         if size is None:
             return self._plain(weights, kv, inputs)
@@ -84,6 +86,15 @@ class DecodeGraphs:
         captured.frame.load(padded_decode(inputs.batch, size), inputs.prev)
         logits = captured.replay(weights, kv)
         return StepOut(logits=logits[: inputs.batch.num_seqs]), kv
+
+    def _warm_up(
+        self, weights: Mapping[str, PackedWeight], kv: list[TritonKV], inputs: TritonInputs
+    ) -> None:
+        """Captures all buckets, and compiles what prompts need. `inputs` has no tokens."""
+        for size in reversed(self.buckets):  # the largest first: the others fit its memory
+            self._at(size, weights, kv, inputs)
+        prompt = prompt_example(inputs.batch, PROMPT_TOKENS)
+        self._plain(weights, kv, TritonInputs(prompt, None, str(self._device)))
 
     def _at(
         self,
@@ -141,6 +152,9 @@ class DecodeGraphs:
             # What the interpreter runs cannot be captured: the same step over the same memory.
             return Captured(frame, lambda weights, kv: self._logits(weights, kv, frame))
         frame.load(first.batch, None)
+        # Sequences may be split in a frame, which they were not in `first`: compiles that, too, since
+        # nothing may be loaded during a capture.
+        self._plain(weights, kv, frame)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with torch.cuda.graph(graph, pool=self._memory):

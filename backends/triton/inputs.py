@@ -257,6 +257,26 @@ def padded_decode(batch: Batch, size: int) -> Batch:
     )
 
 
+def prompt_example(batch: Batch, tokens: int) -> Batch:
+    """A step of one prompt without a context and without slots: what it computes means nothing. Groups
+    are those of `batch`, which has no tokens."""
+    own, which = distinct(batch)
+    slots = [np.full(tokens, -1, np.int64) for _ in own]
+    tables = [np.zeros((1, 1), np.int32) for _ in own]
+    return Batch(
+        num_tokens=tokens,
+        num_seqs=1,
+        token_ids=np.zeros(tokens, np.int32),
+        positions=np.zeros(tokens, np.int64),
+        query_start=np.array([0, tokens], np.int32),
+        context_lens=np.zeros(1, np.int32),
+        logits_rows=np.zeros(1, np.int32),
+        slots=tuple(slots[i] for i in which),
+        block_tables=tuple(tables[i] for i in which),
+        max_query_len=tokens,
+    )
+
+
 def whole(items: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
     """Items or merges, filled up to `rows` with ones that the kernels pass over."""
     out = np.full((rows, FIELDS), -1, np.int32)

@@ -59,7 +59,7 @@ def _store(x, x_at, cache, to, scales, head, mask, KIND: tl.constexpr):
         tl.store(cache + to, encode(tl.maximum(tl.minimum(value, most), -most), KIND), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def write_kernel(
     k, v, k_cache, v_cache, slots, k_scales, v_scales, tokens,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h,
