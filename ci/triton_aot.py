@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -216,28 +216,29 @@ def work(package: str, task: Task) -> dict[str, Any]:
     return compiled(variant, task[2])
 
 
-def run_all(package: str, tasks: list[Task], jobs: int) -> dict[Task, dict[str, Any]]:
-    """Rows of all tasks. A compiler that dies takes only its own task down."""
-    rows: dict[Task, dict[str, Any]] = {}
+def run_all(package: str, tasks: list[Task], jobs: int) -> Iterator[tuple[Task, dict[str, Any]]]:
+    """Tasks and their rows as they come. A compiler that dies takes only its own task down."""
+    done: set[Task] = set()
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         futures = {pool.submit(work, package, task): task for task in tasks}
         for number, future in enumerate(as_completed(futures), 1):
             try:
-                rows[futures[future]] = future.result()
+                row = future.result()
             except BrokenProcessPool:
                 break
+            done.add(futures[future])
+            yield futures[future], row
             if number % 50 == 0:
                 print(f"  {number} of {len(tasks)} compiled", flush=True)
     for task in tasks:
-        if task in rows:
+        if task in done:
             continue
         try:
             with ProcessPoolExecutor(1, mp_context=context) as pool:
-                rows[task] = pool.submit(work, package, task).result()
+                yield task, pool.submit(work, package, task).result()
         except BrokenProcessPool:
-            rows[task] = {"key": "", "faults": ["the compiler died"]}
-    return rows
+            yield task, {"key": "", "faults": ["the compiler died"]}
 
 
 def cached_rows(
@@ -250,7 +251,7 @@ def cached_rows(
     files = {task: cache / f"{key}.json" for task, key in keys.items()}
     rows = {task: json.loads(f.read_text()) for task, f in files.items() if f.exists()}
     missing = [task for task in tasks if task not in rows]
-    for task, row in run_all(package, missing, jobs).items():
+    for task, row in run_all(package, missing, jobs):
         rows[task] = row
         if not row["faults"]:
             fresh = files[task].with_suffix(f".{os.getpid()}")
@@ -349,6 +350,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """0 when all is as it should be, 1 otherwise."""
+    import triton
+
     options = parsed(arguments)
     archs = options.archs.split(",")
     unknown = set(archs) - set(chips.CHIPS)
@@ -356,6 +359,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no chip {', '.join(sorted(unknown))}; there are {', '.join(chips.CHIPS)}")
         return 1
     found = modules(options.package)
+    if triton.knobs.runtime.interpret:
+        print("TRITON_INTERPRET is set: what is interpreted is never compiled; unset it")
+        return 1
     faults = [f"{name}: no variant of it is compiled" for name in forgotten(found)]
     tasks = quick(found, archs) if options.quick else product(found, archs)
     tasks = [task for task in tasks if options.kernels in f"{task[0]} {task[1]}"]
