@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.backends.triton import found
 from octavo.core.config import ConfigError
-from octavo.kernels.triton.tiles import AMD, INTERPRET, NVIDIA, fallback_arch
+from octavo.kernels.triton.tiles import AMD, ARCHS, INTERPRET, NVIDIA, fallback_arch, widest_head
 from octavo.plugins import (
     Backend,
     Batch,
@@ -52,7 +52,6 @@ LOGITS_BYTES = 256 << 20
 """What the logits of a step may take, unless there are more sequences to draw for."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-MAX_HEAD = 256
 
 
 class TritonBackend(Backend):
@@ -131,8 +130,6 @@ class TritonBackend(Backend):
         return int(text)
 
     def capabilities(self, device: str) -> Capabilities:
-        from octavo.kernels.triton.tiles import ARCHS
-
         arch = self.arch(device)
         dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
         if self.interpret:
@@ -146,7 +143,7 @@ class TritonBackend(Backend):
             kv_dtypes=(*dtypes, "fp8"),
             kv_follows_dtype=True,
             block_sizes=BLOCK_SIZES,
-            head_sizes=(1, MAX_HEAD, 1),
+            head_sizes=(1, widest_head(arch, "bfloat16"), 1),
             graph_capture=not self.interpret,
             swap=True,
             quantization=("int8", "int4"),

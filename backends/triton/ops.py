@@ -17,7 +17,7 @@ from octavo.core.ops import DTYPES
 from octavo.kernels.triton import activation, attention, logprobs, rms_norm, rotary, sampling
 from octavo.kernels.triton import copy as blocks
 from octavo.kernels.triton.attention import Shape
-from octavo.kernels.triton.kv_cache import NATIVE, Cache, codes_of, fnuz, write
+from octavo.kernels.triton.kv_cache import Cache, codes_of, write
 from octavo.kernels.triton.runtime import arch_of
 from octavo.plugins import KVSpec, Ops, SampleInputs
 
@@ -50,13 +50,9 @@ class TritonKV:
     layer: int
 
 
-def storage_dtype(kv_dtype: str, arch: str) -> torch.dtype:
-    """The dtype that numbers of a cache are stored in on a chip."""
-    if kv_dtype != "fp8":
-        return DTYPES[kv_dtype]
-    if codes_of(kv_dtype, arch) != NATIVE:
-        return torch.uint8
-    return torch.float8_e4m3fnuz if fnuz(arch) else torch.float8_e4m3fn
+def storage_dtype(kv_dtype: str) -> torch.dtype:
+    """The dtype that numbers of a cache are stored in: codes of 8 bits as bytes."""
+    return torch.uint8 if kv_dtype == "fp8" else DTYPES[kv_dtype]
 
 
 class TritonOps(Ops):
@@ -74,7 +70,7 @@ class TritonOps(Ops):
     # ------------------------------------------------------------------------------- KV cache
 
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        width = storage_dtype(spec.dtype, self.arch).itemsize
+        width = storage_dtype(spec.dtype).itemsize
         return block_size * spec.kv_heads * (spec.head_size + spec.head_size_v) * width
 
     def alloc_kv(
@@ -83,7 +79,7 @@ class TritonOps(Ops):
         pool = Pool(num_blocks)
         made: dict[int, TritonKV] = {}
         for spec in groups:
-            dtype = storage_dtype(spec.dtype, self.arch)
+            dtype = storage_dtype(spec.dtype)
             codes = codes_of(spec.dtype, self.arch)
             for layer in spec.layers:
                 shape = (num_blocks, block_size, spec.kv_heads)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from octavo.kernels.triton.attention_device import attention_kernel, combine_kernel
 from octavo.kernels.triton.attention_plan import Cut
-from octavo.kernels.triton.kv_cache import FNUZ_ARCHS, NATIVE_FP8_ARCHS, padded
+from octavo.kernels.triton.kv_cache import PLAIN, codes_of, padded
 from octavo.kernels.triton.runtime import interpreted, launch
-from octavo.kernels.triton.tiles import ARCHS, Tile, tile
+from octavo.kernels.triton.tiles import ARCHS, Tile, tile, widest_head
 from octavo.kernels.triton.variants import SHORT, Variant
 
 if TYPE_CHECKING:
@@ -148,17 +148,16 @@ _STRIDES = (
     *("q_stride_t", "q_stride_h", "k_stride_b", "k_stride_p", "k_stride_h"),
     *("v_stride_b", "v_stride_p", "v_stride_h", "out_stride_t", "out_stride_h"),
 )
-_FP8 = {"e4m3": "fp8e4nv", "e4m3fnuz": "fp8e4b8"}
 
 
 def _variant(
     kernel: str, dtype: str, size: int, *, split: bool, block: int = 16, extras: bool = False,
-    kv: str = "", archs: tuple[str, ...] = ARCHS,
+    kv: str = "",
 ) -> Variant:  # fmt: skip
-    """A layer with groups of four query heads. extras: with a window, a soft cap and sinks; kv: an 8-bit
-    dtype of the cache, "bytes" for codes that the kernel takes apart."""
+    """A layer with groups of four query heads. extras: with a window, a soft cap and sinks; kv: the dtype
+    of the cache, if not the queries'."""
     short, group = SHORT[dtype], 4
-    cache = f"*{_FP8.get(kv, 'u8') if kv else short}"
+    cache = "*u8" if kv else f"*{short}"
     types = dict.fromkeys(("q", "out"), f"*{short}") | dict.fromkeys(("k_cache", "v_cache"), cache)
     types |= dict.fromkeys(("part_out", "part_lse"), "*fp32" if split else f"*{short}")
     types |= dict.fromkeys(("items", "tables", "query_start", "context_lens"), "*i32")
@@ -173,18 +172,14 @@ def _variant(
         {
             **{"GROUP": group, "HEADS": group, "D": size, "D_V": size, "BLOCK_D": padded(size)},
             **{"BLOCK_DV": padded(size), "BLOCK_SIZE": block, "WINDOW": extras, "SOFTCAP": extras},
-            **{
-                "SINKS": extras,
-                "SPLIT": split,
-                "CODES": 0 if not kv else 2 if kv == "bytes" else 1,
-            },
-            "WIDE": False,
+            **{"SINKS": extras, "SPLIT": split, "WIDE": False},
         },
         tile=lambda arch: tile(kernel, arch, padded(size), dtype),
         tiled={"BLOCK_M": "block_m", "BLOCK_N": "block_n"},
+        for_arch=lambda arch: {"CODES": codes_of(kv, arch) if kv else PLAIN},
         aligned=_STRIDES,
         tensor_cores=dtype != "float32",
-        archs=archs,
+        archs=tuple(arch for arch in ARCHS if size <= widest_head(arch, dtype)),
     )
 
 
@@ -222,14 +217,9 @@ AOT: list[Variant] = [
         for block in (16, 128)
     ),
     *(
-        _variant(kernel, dtype, 128, split=True, kv=kv, archs=archs)
+        _variant(kernel, dtype, 128, split=True, kv="fp8")
         for kernel in (PREFILL, DECODE)
         for dtype in ("bfloat16", "float16")
-        for kv, archs in (
-            ("e4m3", tuple(a for a in NATIVE_FP8_ARCHS if a not in FNUZ_ARCHS)),
-            ("e4m3fnuz", FNUZ_ARCHS),
-            ("bytes", tuple(a for a in ARCHS if a not in NATIVE_FP8_ARCHS)),
-        )
     ),
     *(_combine_variant(dtype, 128) for dtype in ("bfloat16", "float16", "float32")),
 ]

@@ -19,8 +19,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _numbers(x, dtype, CODES: tl.constexpr):
-    """A loaded tile of the cache in `dtype`. Codes come out smaller by `code_factor`."""
-    if CODES >= 2:
+    """A loaded tile of the cache in `dtype`. Codes that are taken apart come out smaller by
+    `code_factor`."""
+    if CODES == 1:
+        return x.to(tl.float8e4nv, bitcast=True).to(dtype)
+    elif CODES == 2:
+        return x.to(tl.float8e4b8, bitcast=True).to(dtype)
+    elif CODES == 3:
         wide = x.to(tl.int16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return bits.to(tl.float16, bitcast=True).to(dtype)
@@ -30,18 +35,17 @@ def _numbers(x, dtype, CODES: tl.constexpr):
 
 @triton.jit
 def code_factor(CODES: tl.constexpr):
-    """What the bits of a code, read as float16, are short of: 2 to the difference of exponents' biases."""
-    if CODES == 2:
+    """What the bits of an e4m3 code, read as float16, are short of: 2 to the difference of the
+    exponents' biases."""
+    if CODES == 3:
         return 256.0
-    elif CODES == 3:
-        return 128.0
     else:
         return 1.0
 
 
 @triton.jit
 def _walk(
-    acc, total, most, q, k_head, v_head, table, begin, end, context, at, scale, cap, window,
+    acc, total, most, q, k_head, v_head, table, begin, end, at, scale, cap, window,
     k_stride_b, k_stride_p, v_stride_b, v_stride_p,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -72,9 +76,9 @@ def _walk(
             block = tl.load(table + (after + n) // BLOCK_SIZE, mask=after + n < end, other=0)
         k_at = k_head + k_row[None, :] + d[:, None]
         v_at = v_head + v_row[:, None] + dv[None, :]
+        there = key < end
         if MASKED:
-            written = key < context
-            k = tl.load(k_at, mask=written[None, :] & (d < D)[:, None], other=0)
+            k = tl.load(k_at, mask=there[None, :] & (d < D)[:, None], other=0)
         elif BLOCK_D != D:
             k = tl.load(k_at, mask=(d < D)[:, None], other=0)
         else:
@@ -97,7 +101,7 @@ def _walk(
         p = tl.exp2(score - base[:, None])
         total = total * faded + tl.sum(p, 1)
         if MASKED:
-            v = tl.load(v_at, mask=written[:, None] & (dv < D_V)[None, :], other=0)
+            v = tl.load(v_at, mask=there[:, None] & (dv < D_V)[None, :], other=0)
         elif BLOCK_DV != D_V:
             v = tl.load(v_at, mask=(dv < D_V)[None, :], other=0)
         else:
@@ -151,8 +155,10 @@ def attention_kernel(
     at = before + token
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_at = q + ((t0 + token).to(tl.int64) * q_stride_t + head * q_stride_h)[:, None] + d[None, :]
-    queried = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    q_rows = q + (t0 + token).to(tl.int64) * q_stride_t + head * q_stride_h
+    queried = tl.load(
+        q_rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0
+    )
     if WIDE:
         queried = queried.to(tl.float32)
     factor = scale
@@ -182,7 +188,7 @@ def attention_kernel(
     if BLOCK_M <= 16:
         # A tile this small is cheap to mask, and one loop keeps its loads in flight to the end.
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, begin, end, context, at, factor, cap,
+            acc, total, most, queried, k_head, v_head, table, begin, end, at, factor, cap,
             window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
             BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
         )  # fmt: skip
@@ -196,19 +202,19 @@ def attention_kernel(
             clear = (oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             clear = tl.minimum(tl.maximum(clear, begin), end)
             acc, total, most = _walk(
-                acc, total, most, queried, k_head, v_head, table, begin, clear, context, at, factor,
+                acc, total, most, queried, k_head, v_head, table, begin, clear, at, factor,
                 cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D,
                 BLOCK_DV, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
             )  # fmt: skip
             begin = clear
             clear_end = tl.maximum(clear_end, begin)
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, begin, clear_end, context, at, factor,
+            acc, total, most, queried, k_head, v_head, table, begin, clear_end, at, factor,
             cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
             BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, False,
         )  # fmt: skip
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, clear_end, end, context, at, factor,
+            acc, total, most, queried, k_head, v_head, table, clear_end, end, at, factor,
             cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
             BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
         )  # fmt: skip

@@ -16,34 +16,29 @@ from octavo.kernels.triton.variants import SHORT, Variant
 if TYPE_CHECKING:
     import torch
 
-PLAIN, NATIVE, BITS_E4M3, BITS_FNUZ = 0, 1, 2, 3
-"""How numbers are stored: as a float dtype; as an 8-bit one that the chip converts itself; as the bytes of
-an 8-bit one, OCP's e4m3 or AMD's e4m3fnuz, that the kernels take apart."""
+PLAIN, E4M3, E4M3_FNUZ, E4M3_BITS = 0, 1, 2, 3
+"""How numbers are stored: in a float dtype, or as bytes that hold OCP's e4m3 or AMD's e4m3fnuz, converted by
+the chip's own instruction; or e4m3 that the kernels take apart."""
 
 FNUZ_ARCHS = ("gfx942",)
-NATIVE_FP8_ARCHS = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1201")
-"""Chips with instructions that convert 8-bit floats."""
+E4M3_ARCHS = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx950", "gfx1201")
+"""Chips with instructions that convert 8-bit floats: e4m3fnuz, or OCP's e4m3."""
 
 
 def codes_of(kv_dtype: str, arch: str) -> int:
     """How a cache of `kv_dtype` ("fp8", or a float dtype) is stored on a chip."""
     if kv_dtype != "fp8":
         return PLAIN
-    return NATIVE if fallback_arch(arch) in NATIVE_FP8_ARCHS else BITS_E4M3
-
-
-def fnuz(arch: str) -> bool:
-    """Whether 8-bit floats on this chip are those without negative zero and infinities."""
-    return fallback_arch(arch) in FNUZ_ARCHS
+    known = fallback_arch(arch)
+    return E4M3_FNUZ if known in FNUZ_ARCHS else E4M3 if known in E4M3_ARCHS else E4M3_BITS
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
     """One layer's cache: k [blocks, block, kv_heads, D] and v [blocks, block, kv_heads, Dv], in a float
-    dtype or in an 8-bit one (as bytes where `codes` says so).
+    dtype, or uint8 where `codes` is not `PLAIN`.
 
-    k_scales, v_scales [kv_heads] float32: what a stored number is to be multiplied with; only read where
-    `codes` is not `PLAIN`.
+    k_scales, v_scales [kv_heads] float32: what a code is to be multiplied with.
     """
 
     k: torch.Tensor
@@ -95,11 +90,8 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _kind(cache: Cache) -> str:
-    if cache.codes == PLAIN:
-        return "none"
-    name = str(cache.k.dtype)
-    return "fp8_e4m3fnuz" if cache.codes == BITS_FNUZ or name.endswith("fnuz") else "fp8_e4m3"
+KINDS = {PLAIN: "none", E4M3: "fp8_e4m3", E4M3_FNUZ: "fp8_e4m3fnuz", E4M3_BITS: "fp8_e4m3"}
+"""What codes are written as: made by integer arithmetic that every chip has."""
 
 
 def write(cache: Cache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, arch: str) -> None:
@@ -111,13 +103,11 @@ def write(cache: Cache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, a
     size, size_v = k.shape[2], v.shape[2]
     block_d, block_dv = padded(size), padded(size_v)
     tiled = tile("write_kv", arch, max(block_d, block_dv), "float32")
-    # Codes are made by integer arithmetic that every chip has; they are stored as bytes.
-    k_cache, v_cache = (_bytes(t) if cache.codes else t for t in (cache.k, cache.v))
     launch(
         write_kernel,
         (-(-slots.shape[0] // tiled.block_m), k.shape[1]),
-        *(k, v, k_cache, v_cache, slots, cache.k_scales, cache.v_scales, slots.shape[0]),
-        *(*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        *(k, v, cache.k, cache.v, slots, cache.k_scales, cache.v_scales, slots.shape[0]),
+        *(*k.stride()[:2], *v.stride()[:2], *cache.k.stride()[:3], *cache.v.stride()[:3]),
         tile=tiled,
         D=size,
         D_V=size_v,
@@ -125,14 +115,8 @@ def write(cache: Cache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, a
         BLOCK_DV=block_dv,
         BLOCK_SIZE=cache.k.shape[1],
         BLOCK_T=tiled.block_m,
-        KIND=_kind(cache),
+        KIND=KINDS[cache.codes],
     )
-
-
-def _bytes(cache: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return cache.view(torch.uint8)
 
 
 _STRIDES = (

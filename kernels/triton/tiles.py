@@ -65,21 +65,39 @@ def tile(kernel: str, arch: str, head_size: int, dtype: str) -> Tile:
     return TABLES[kernel](fallback_arch(arch), head_size, dtype)
 
 
+RDNA = ("gfx1100", "gfx1201")
+"""AMD's chips with 256 registers to a lane, and no matrix instructions for float32."""
+
+
 def _attention_prefill(arch: str, head_size: int, dtype: str) -> Tile:
     if arch == INTERPRET:
         return Tile(32, 32, 1, 1)
     wide, small = head_size > 128, head_size <= 64
     if dtype == "float32":
-        return Tile(16, 16 if wide else 32, 1, 4)
-    if arch in ("sm_90", "sm_100"):
-        return Tile(64, 32, 2, 4) if wide else Tile(128, 64, 3, 8)
+        return _attention_float32(arch, wide)
+    if arch == "sm_90":
+        return Tile(128, 32, 2, 8) if wide else Tile(128, 64, 3, 8)
+    if arch == "sm_100":
+        return Tile(64, 32, 2, 4) if wide else Tile(128, 64, 2 if small else 3, 8)
     if arch in NVIDIA:
         if wide:
             return Tile(64, 32, 2, 8)
         return Tile(128, 64, 3, 8) if small else Tile(128, 32, 3, 8)
-    if arch in ("gfx90a", "gfx942", "gfx950"):
-        return Tile(64, 32, 1, 4) if wide else Tile(128, 32, 2, 4)
-    return Tile(32, 16, 1, 4) if wide else Tile(64, 32, 1, 4)
+    if arch in RDNA:
+        return Tile(32, 16, 1, 4) if wide else Tile(64, 32, 1, 4)
+    return Tile(64, 32, 1, 4) if wide else Tile(128, 32, 2, 4)
+
+
+def _attention_float32(arch: str, wide: bool) -> Tile:
+    if arch in RDNA:
+        return Tile(16, 16, 1, 8)
+    return Tile(16, 16 if wide else 32, 1, 4)
+
+
+def widest_head(arch: str, dtype: str) -> int:
+    """The largest head size that attention of `dtype` takes without spilling registers."""
+    known = fallback_arch(arch)
+    return 128 if known == "gfx1100" or (known in RDNA and dtype == "float32") else 256
 
 
 def _attention_decode(arch: str, head_size: int, dtype: str) -> Tile:
@@ -87,7 +105,7 @@ def _attention_decode(arch: str, head_size: int, dtype: str) -> Tile:
         return Tile(16, 32, 1, 1)
     wide = head_size > 128
     if dtype == "float32":
-        return Tile(16, 16 if wide else 32, 1, 4)
+        return _attention_float32(arch, wide)
     if arch in ("sm_80", "sm_90", "sm_100"):
         return Tile(16, 32 if wide else 64, 3, 4)
     if arch in NVIDIA:
