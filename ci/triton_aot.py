@@ -265,14 +265,14 @@ def cached_rows(
 HEAD = """\
 # Triton kernels on every chip
 
-Made by `python ci/triton_aot.py --write` with Triton {triton}: {compiled} compilations of {variants} variants for
-{archs} chips. **Compiled, not executed**: these numbers come from the compilers. No kernel spills a
+Made by `ci/triton_aot.py --write` with Triton {triton}: {compiled} of {offered} compilations, of {variants} variants
+for {archs} chips. **Compiled, not executed**: these numbers come from the compilers. No kernel spills a
 register, all fit their chip's shared memory, and those marked *matrix* multiply with the chip's matrix
 instructions.
 
 A cell is registers · shared memory in KiB · occupancy: registers of a thread (NVIDIA) or vector registers
 of a lane (AMD); which share of the warps a multiprocessor or compute unit can hold are there when it runs
-this kernel only. "–": not offered there.
+this kernel only. "–": not offered there, or not compiled for this page.
 """
 
 
@@ -292,6 +292,7 @@ def page(data: dict[str, Any]) -> str:
     head = HEAD.format(
         triton=data["triton"],
         compiled=len(data["rows"]),
+        offered=data["offered"],
         variants=sum(len(names) for names in rows.values()),
         archs=len(archs),
     )
@@ -307,14 +308,15 @@ def page(data: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def as_data(rows: dict[Task, dict[str, Any]], tasks: list[Task]) -> dict[str, Any]:
-    """What the page is made from."""
+def as_data(rows: dict[Task, dict[str, Any]], tasks: list[Task], offered: int) -> dict[str, Any]:
+    """What the page is made from. offered: compilations of the whole product."""
     import triton
 
     kept = ("key", "tile", "registers", "scalars", "shared", "matrix", "occupancy")
     return {
         "triton": triton.__version__,
         "archs": list(chips.CHIPS),
+        "offered": offered,
         "rows": [
             {"module": module, "variant": name, "arch": arch}
             | {field: rows[module, name, arch][field] for field in kept}
@@ -368,8 +370,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not tasks:
         print(f"nothing to compile: no kernel of {options.package} fits the options")
         return 1
-    if options.write and (options.quick or options.kernels or archs != list(chips.CHIPS)):
-        print("--write takes the whole product: leave --quick, --kernels and --archs out")
+    if options.write and (options.kernels or archs != list(chips.CHIPS)):
+        print("--write takes every kernel and every chip: leave --kernels and --archs out")
         return 1
 
     began = time.monotonic()
@@ -388,7 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{len(faults)} faults:", *faults, sep="\n  ")
         return 1
     if options.write:
-        data = as_data(rows, tasks)
+        data = as_data(rows, sorted(tasks), len(product(found, archs)))
         PAGE.parent.mkdir(parents=True, exist_ok=True)
         DATA.write_text(as_text(data), "utf-8")
         PAGE.write_text(page(data), "utf-8")
