@@ -144,6 +144,7 @@ class TritonBackend(Backend):
             kv_follows_dtype=True,
             block_sizes=BLOCK_SIZES,
             head_sizes=(1, widest_head(arch, "bfloat16"), 1),
+            shapes="bucketed",  # any will do; decode steps are captured at the start
             graph_capture=not self.interpret,
             swap=True,
             quantization=("int8", "int4"),
@@ -152,7 +153,7 @@ class TritonBackend(Backend):
             | {"linear": "torch", "embedding": "torch", "quantised linear": "portable torch"},
             notes={
                 "arch": arch if known else f"{arch}, with the tiles of {fallback_arch(arch)}",
-                "decode": "steps of one token per sequence run as graphs, captured when first needed"
+                "decode": "steps of one token per sequence run as graphs, captured at the start"
                 if not self.interpret
                 else "padded to buckets as graphs are, but interpreted",
             },

@@ -2,7 +2,8 @@
 
 A step in which every sequence has one token is padded to a bucket of sequences. For each bucket the
 forward pass runs once as it is, is then captured over memory that stays where it is (`Frame`), and
-afterwards only replayed. Other steps run as they are.
+afterwards only replayed: all of them at the start, when the core runs a batch without tokens. Other
+steps run as they are.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ Forward = Callable[..., tuple[StepOut, list[Handle]]]
 GRAPH_SEQS = 512
 """No graph is captured for more sequences: launches no longer dominate such a step."""
 
+INTERPRETED_SEQS = 4
+"""The same where nothing is gained: enough to check that frames work."""
 
-def decode_buckets(max_seqs: int) -> tuple[int, ...]:
-    """Numbers of sequences for which decode steps are captured: close together where padding would
-    cost most of a step, at most an eighth apart further up."""
+
+def decode_buckets(max_seqs: int, most: int = GRAPH_SEQS) -> tuple[int, ...]:
+    """Numbers of sequences up to `most` for which decode steps are captured: close together where
+    padding would cost much of a step, an eighth apart further up."""
+    last = min(max_seqs, most)
     sizes = [1, 2, 4]
-    while sizes[-1] < min(max_seqs, GRAPH_SEQS):
-        sizes.append(sizes[-1] + max(4, 1 << max(0, sizes[-1].bit_length() - 4)))
-    return tuple(size for size in sizes if size < max_seqs) + (
-        (max_seqs,) if max_seqs <= GRAPH_SEQS else ()
-    )
+    while sizes[-1] < last:
+        sizes.append(sizes[-1] + max(4, 1 << (sizes[-1].bit_length() - 4)))
+    return (*(size for size in sizes if size < last), last)
 
 
 @dataclass
@@ -59,7 +62,8 @@ class DecodeGraphs:
     ) -> None:
         self._forward, self._blocks = forward, blocks
         self._device = torch.device(device)
-        self.buckets = decode_buckets(max_seqs)
+        gpu = self._device.type == "cuda"
+        self.buckets = decode_buckets(max_seqs, GRAPH_SEQS if gpu else INTERPRETED_SEQS)
         self.compilations = 0
         self._captured: dict[int, Captured] = {}
         self._memory: Any = None  # shared by all graphs: they never run at the same time
@@ -69,21 +73,33 @@ class DecodeGraphs:
     def __call__(
         self, weights: Mapping[str, PackedWeight], kv: list[TritonKV], inputs: TritonInputs
     ) -> tuple[StepOut, list[Handle]]:
+        self._check_bound(weights, kv)
+        if inputs.batch.num_tokens == 0:
+            for bucket in reversed(self.buckets):  # the largest first: the others fit its memory
+                self._at(bucket, weights, kv, inputs)
         size = self._bucket(inputs)
         if size is None:
             return self._plain(weights, kv, inputs)
-        self._check_bound(weights, kv)
-        rows = inputs.batch.num_seqs
-        batch = padded_decode(inputs.batch, size)
-        captured = self._captured.get(size)
-        if captured is None:
+        captured = self._at(size, weights, kv, inputs)
+        captured.frame.load(padded_decode(inputs.batch, size), inputs.prev)
+        logits = captured.replay(weights, kv)
+        return StepOut(logits=logits[: inputs.batch.num_seqs]), kv
+
+    def _at(
+        self,
+        size: int,
+        weights: Mapping[str, PackedWeight],
+        kv: list[TritonKV],
+        inputs: TritonInputs,
+    ) -> Captured:
+        """The bucket, captured if it was not. `inputs`: a decode step of at most its size."""
+        if size not in self._captured:
+            batch = padded_decode(inputs.batch, size)
             first = TritonInputs(batch, inputs.prev, str(self._device))
-            out, kv = self._plain(weights, kv, first)
+            self._plain(weights, kv, first)  # compiles the kernels, and tells what layers ask for
             self._captured[size] = self._capture(weights, kv, first)
             self.compilations += 1
-            return StepOut(logits=out.logits[:rows]), kv
-        captured.frame.load(batch, inputs.prev)
-        return StepOut(logits=captured.replay(weights, kv)[:rows]), kv
+        return self._captured[size]
 
     def _plain(
         self, weights: Mapping[str, PackedWeight], kv: list[TritonKV], inputs: TritonInputs

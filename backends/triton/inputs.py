@@ -229,7 +229,7 @@ class TritonInputs:
 def padded_decode(batch: Batch, size: int) -> Batch:
     """A step of one token per sequence, each drawn from, padded to `size` sequences without context."""
     seqs = batch.num_seqs
-    if len(batch.token_ids) == size:
+    if len(batch.token_ids) == seqs == size:
         return batch
 
     def longer(array: np.ndarray[Any, Any], value: int = 0) -> np.ndarray[Any, Any]:

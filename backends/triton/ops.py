@@ -108,7 +108,9 @@ class TritonOps(Ops):
         blocks.copy(handles[0].pool.caches(handles), pairs, self.arch)
         return handles
 
-    def export_blocks(self, handles: list[TritonKV], ids: Sequence[int]) -> HostTransfer:  # type: ignore[override]
+    def export_blocks(
+        self, handles: list[TritonKV], ids: Sequence[int]
+    ) -> torch.Tensor | HostTransfer:
         """The named blocks on their way to the host. They are packed on the current stream, so that
         later steps may write to them at once, and copied on one beside it."""
         caches = handles[0].pool.caches(handles)
@@ -118,7 +120,7 @@ class TritonOps(Ops):
         index = torch.tensor(list(ids), dtype=torch.int64, device=self._device)
         if not gpu:
             blocks.pack(caches, index, host.view(torch.int32), self.arch)
-            return HostTransfer(host, None, [])
+            return host
         step = max(1, STAGING_BYTES // 2 // row)
         side, main = side_stream(self._device), torch.cuda.current_stream(self._device)
         buffers = [
@@ -142,14 +144,13 @@ class TritonOps(Ops):
         return HostTransfer(host, side.record_event(), buffers)
 
     def import_blocks(
-        self, src: torch.Tensor | HostTransfer, handles: list[TritonKV], ids: Sequence[int]
+        self, src: torch.Tensor, handles: list[TritonKV], ids: Sequence[int]
     ) -> list[TritonKV]:
-        """Blocks come over on a stream beside the current one, which waits for them where it needs
-        them. `src` may be what `export_blocks` gave."""
-        source = src.wait() if isinstance(src, HostTransfer) else src
+        """Blocks come over on a stream beside the current one, which waits for them before it puts
+        them in place; later steps follow on that."""
         caches = handles[0].pool.caches(handles)
         index = torch.tensor(list(ids), dtype=torch.int64, device=self._device)
-        words = source.contiguous().view(torch.int32)
+        words = src.contiguous().view(torch.int32)
         if self._device.type != "cuda":
             blocks.unpack(caches, index, words, self.arch)
             return handles

@@ -89,7 +89,7 @@ def attend(
     """Computes the rows of out [T, Hq, Dv] that `work` names; others stay as they are.
 
     steps: block tables (flat), query_start and context_lens, int32. The last dimension of q and out has
-    stride 1. `window` must be the one that the work was cut for.
+    stride 1, and the caches have no gaps. `window` must be the one that the work was cut for.
     """
     tables, query_start, context_lens = steps
     tile, heads = shape.tile(work.kernel), shape.heads(work.kernel)
@@ -114,8 +114,9 @@ def attend(
         (work.items.shape[0], shape.kv_heads * tiles),
         *(q, cache.k, cache.v, out, part_out, part_lse, work.items, tables, query_start),
         *(context_lens, sink, cache.k_scales, cache.v_scales, scale, softcap, window),
-        *(*q.stride()[:2], *cache.k.stride()[:3], *cache.v.stride()[:3], *out.stride()[:2]),
+        *(*q.stride()[:2], *out.stride()[:2]),
         tile=tile,
+        KV_HEADS=shape.kv_heads,
         D=shape.head_size,
         BLOCK_D=padded(shape.head_size),
         BLOCK_SIZE=cache.k.shape[1],
@@ -144,10 +145,7 @@ COMBINE = Tile(1, 1, 1, 4)
 
 # ------------------------------------------------------------------------ what is compiled ahead
 
-_STRIDES = (
-    *("q_stride_t", "q_stride_h", "k_stride_b", "k_stride_p", "k_stride_h"),
-    *("v_stride_b", "v_stride_p", "v_stride_h", "out_stride_t", "out_stride_h"),
-)
+_STRIDES = ("q_stride_t", "q_stride_h", "out_stride_t", "out_stride_h")
 
 
 def _variant(
@@ -170,7 +168,14 @@ def _variant(
         attention_kernel,
         {name: types[name] for name in attention_kernel.arg_names if name in types},
         {
-            **{"GROUP": group, "HEADS": group, "D": size, "D_V": size, "BLOCK_D": padded(size)},
+            **{
+                "KV_HEADS": 8,
+                "GROUP": group,
+                "HEADS": group,
+                "D": size,
+                "D_V": size,
+                "BLOCK_D": padded(size),
+            },
             **{"BLOCK_DV": padded(size), "BLOCK_SIZE": block, "WINDOW": extras, "SOFTCAP": extras},
             **{"SINKS": extras, "SPLIT": split, "WIDE": False},
         },

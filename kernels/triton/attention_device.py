@@ -46,8 +46,7 @@ def code_factor(CODES: tl.constexpr):
 @triton.jit
 def _walk(
     acc, total, most, q, k_head, v_head, table, begin, end, at, scale, cap, window,
-    k_stride_b, k_stride_p, v_stride_b, v_stride_p,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     CODES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -67,8 +66,8 @@ def _walk(
     for start in range(begin, end, BLOCK_N):
         key = start + n
         number = block.to(tl.int64)
-        k_row = number * k_stride_b + (key % BLOCK_SIZE) * k_stride_p
-        v_row = number * v_stride_b + (key % BLOCK_SIZE) * v_stride_p
+        slot = (number * BLOCK_SIZE + key % BLOCK_SIZE) * KV_HEADS
+        k_row, v_row = slot * D, slot * D_V
         after = start + BLOCK_N
         if BLOCK_SIZE % BLOCK_N == 0:
             block = tl.load(table + after // BLOCK_SIZE, mask=after < end, other=0)
@@ -116,9 +115,8 @@ def _walk(
 def attention_kernel(
     q, k_cache, v_cache, out, part_out, part_lse, items, tables, query_start, context_lens, sinks,
     k_scales, v_scales, scale, cap, window,
-    q_stride_t, q_stride_h, k_stride_b, k_stride_p, k_stride_h, v_stride_b, v_stride_p, v_stride_h,
-    out_stride_t, out_stride_h,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
@@ -183,39 +181,28 @@ def attention_kernel(
             most = sink
             total = total + 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    k_head = k_cache + kv_head * k_stride_h
-    v_head = v_cache + kv_head * v_stride_h
-    if BLOCK_M <= 16:
-        # A tile this small is cheap to mask, and one loop keeps its loads in flight to the end.
+    k_head = k_cache + kv_head * D
+    v_head = v_cache + kv_head * D_V
+    if BLOCK_M <= 16 or WINDOW:
+        # A tile this small is cheap to mask, and one loop keeps its loads in flight to the end; a window
+        # leaves few tiles that every row sees whole.
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, begin, end, at, factor, cap,
-            window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
+            acc, total, most, queried, k_head, v_head, table, begin, end, at, factor, cap, window,
+            KV_HEADS, D, D_V, BLOCK_D, BLOCK_DV,
             BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
         )  # fmt: skip
     else:
-        # Tiles of keys that every row sees need no mask: those up to the first row's position and, with
-        # a window, from the last row's first key on.
-        clear_end = tl.minimum((before + first + 1) // BLOCK_N * BLOCK_N, end)
-        clear_end = tl.maximum(clear_end, begin)
-        if WINDOW:
-            oldest = tl.maximum(before + last - window + 1, 0)
-            clear = (oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-            clear = tl.minimum(tl.maximum(clear, begin), end)
-            acc, total, most = _walk(
-                acc, total, most, queried, k_head, v_head, table, begin, clear, at, factor,
-                cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D,
-                BLOCK_DV, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
-            )  # fmt: skip
-            begin = clear
-            clear_end = tl.maximum(clear_end, begin)
+        # Tiles of keys up to the first row's position are seen by every row, and need no mask.
+        clear = tl.minimum((before + first + 1) // BLOCK_N * BLOCK_N, end)
+        clear = tl.maximum(clear, begin)
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, begin, clear_end, at, factor,
-            cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
+            acc, total, most, queried, k_head, v_head, table, begin, clear, at, factor, cap, window,
+            KV_HEADS, D, D_V, BLOCK_D, BLOCK_DV,
             BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, False,
         )  # fmt: skip
         acc, total, most = _walk(
-            acc, total, most, queried, k_head, v_head, table, clear_end, end, at, factor,
-            cap, window, k_stride_b, k_stride_p, v_stride_b, v_stride_p, D, D_V, BLOCK_D, BLOCK_DV,
+            acc, total, most, queried, k_head, v_head, table, clear, end, at, factor, cap, window,
+            KV_HEADS, D, D_V, BLOCK_D, BLOCK_DV,
             BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, CODES, True,
         )  # fmt: skip
 

@@ -84,7 +84,7 @@ def _attention_prefill(arch: str, head_size: int, dtype: str) -> Tile:
             return Tile(64, 32, 2, 8)
         return Tile(128, 64, 3, 8) if small else Tile(128, 32, 3, 8)
     if arch in RDNA:
-        return Tile(32, 16, 1, 4) if wide else Tile(64, 32, 1, 4)
+        return Tile(32, 16, 1, 4) if wide else Tile(64, 16 if arch == "gfx1100" else 32, 1, 4)
     return Tile(64, 32, 1, 4) if wide else Tile(128, 32, 2, 4)
 
 
