@@ -145,6 +145,12 @@ def key_of(variant: Any, arch: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def keys_of(found: dict[str, Any], tasks: Iterable[Task]) -> dict[Task, str]:
+    """`key_of` every task."""
+    by_name = {(m, v.name): v for m, values in found.items() for v in variants(values)}
+    return {task: key_of(by_name[task[:2]], task[2]) for task in tasks}
+
+
 def source_of(variant: Any, arch: str) -> Any:
     """What Triton compiles: arguments in order, pointers and `aligned` ones divisible by 16."""
     from triton.compiler import ASTSource
@@ -245,8 +251,7 @@ def cached_rows(
     package: str, found: dict[str, Any], tasks: list[Task], cache: Path, jobs: int
 ) -> tuple[dict[Task, dict[str, Any]], int]:
     """Rows of all tasks, and how many had to be compiled. Rows with faults are not kept."""
-    by_name = {(m, v.name): v for m, values in found.items() for v in variants(values)}
-    keys = {task: key_of(by_name[task[:2]], task[2]) for task in tasks}
+    keys = keys_of(found, tasks)
     cache.mkdir(parents=True, exist_ok=True)
     files = {task: cache / f"{key}.json" for task, key in keys.items()}
     rows = {task: json.loads(f.read_text()) for task, f in files.items() if f.exists()}
@@ -373,6 +378,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write and (options.kernels or archs != list(chips.CHIPS)):
         print("--write takes every kernel and every chip: leave --kernels and --archs out")
         return 1
+
+    if options.write and options.quick:  # the page also shows what earlier runs have compiled
+        every = product(found, archs)
+        keys = keys_of(found, every)
+        known = {task for task in every if (options.cache / f"{keys[task]}.json").exists()}
+        tasks = [task for task in every if task in known | set(tasks)]
 
     began = time.monotonic()
     rows, fresh = cached_rows(options.package, found, tasks, options.cache, options.jobs)
