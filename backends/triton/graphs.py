@@ -35,7 +35,7 @@ def decode_buckets(max_seqs: int, most: int = GRAPH_SEQS) -> tuple[int, ...]:
     last = min(max_seqs, most)
     sizes = [1, 2, 4]
     while sizes[-1] < last:
-        sizes.append(sizes[-1] + max(4, 1 << (sizes[-1].bit_length() - 4)))
+        sizes.append(sizes[-1] + max(4, 1 << max(0, sizes[-1].bit_length() - 4)))
     return (*(size for size in sizes if size < last), last)
 
 
