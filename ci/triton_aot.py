@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -145,6 +145,12 @@ def key_of(variant: Any, arch: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def keys_of(found: dict[str, Any], tasks: Iterable[Task]) -> dict[Task, str]:
+    """`key_of` every task."""
+    by_name = {(m, v.name): v for m, values in found.items() for v in variants(values)}
+    return {task: key_of(by_name[task[:2]], task[2]) for task in tasks}
+
+
 def source_of(variant: Any, arch: str) -> Any:
     """What Triton compiles: arguments in order, pointers and `aligned` ones divisible by 16."""
     from triton.compiler import ASTSource
@@ -216,41 +222,41 @@ def work(package: str, task: Task) -> dict[str, Any]:
     return compiled(variant, task[2])
 
 
-def run_all(package: str, tasks: list[Task], jobs: int) -> dict[Task, dict[str, Any]]:
-    """Rows of all tasks. A compiler that dies takes only its own task down."""
-    rows: dict[Task, dict[str, Any]] = {}
+def run_all(package: str, tasks: list[Task], jobs: int) -> Iterator[tuple[Task, dict[str, Any]]]:
+    """Tasks and their rows as they come. A compiler that dies takes only its own task down."""
+    done: set[Task] = set()
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         futures = {pool.submit(work, package, task): task for task in tasks}
         for number, future in enumerate(as_completed(futures), 1):
             try:
-                rows[futures[future]] = future.result()
+                row = future.result()
             except BrokenProcessPool:
                 break
+            done.add(futures[future])
+            yield futures[future], row
             if number % 50 == 0:
                 print(f"  {number} of {len(tasks)} compiled", flush=True)
     for task in tasks:
-        if task in rows:
+        if task in done:
             continue
         try:
             with ProcessPoolExecutor(1, mp_context=context) as pool:
-                rows[task] = pool.submit(work, package, task).result()
+                yield task, pool.submit(work, package, task).result()
         except BrokenProcessPool:
-            rows[task] = {"key": "", "faults": ["the compiler died"]}
-    return rows
+            yield task, {"key": "", "faults": ["the compiler died"]}
 
 
 def cached_rows(
     package: str, found: dict[str, Any], tasks: list[Task], cache: Path, jobs: int
 ) -> tuple[dict[Task, dict[str, Any]], int]:
     """Rows of all tasks, and how many had to be compiled. Rows with faults are not kept."""
-    by_name = {(m, v.name): v for m, values in found.items() for v in variants(values)}
-    keys = {task: key_of(by_name[task[:2]], task[2]) for task in tasks}
+    keys = keys_of(found, tasks)
     cache.mkdir(parents=True, exist_ok=True)
     files = {task: cache / f"{key}.json" for task, key in keys.items()}
     rows = {task: json.loads(f.read_text()) for task, f in files.items() if f.exists()}
     missing = [task for task in tasks if task not in rows]
-    for task, row in run_all(package, missing, jobs).items():
+    for task, row in run_all(package, missing, jobs):
         rows[task] = row
         if not row["faults"]:
             fresh = files[task].with_suffix(f".{os.getpid()}")
@@ -264,14 +270,14 @@ def cached_rows(
 HEAD = """\
 # Triton kernels on every chip
 
-Made by `python ci/triton_aot.py --write` with Triton {triton}: {compiled} compilations of {variants} variants for
-{archs} chips. **Compiled, not executed**: these numbers come from the compilers. No kernel spills a
+Made by `ci/triton_aot.py --write` with Triton {triton}: {compiled} of {offered} compilations, of {variants} variants
+for {archs} chips. **Compiled, not executed**: these numbers come from the compilers. No kernel spills a
 register, all fit their chip's shared memory, and those marked *matrix* multiply with the chip's matrix
 instructions.
 
 A cell is registers · shared memory in KiB · occupancy: registers of a thread (NVIDIA) or vector registers
 of a lane (AMD); which share of the warps a multiprocessor or compute unit can hold are there when it runs
-this kernel only. "–": not offered there.
+this kernel only. "–": not offered there, or not compiled for this page.
 """
 
 
@@ -291,6 +297,7 @@ def page(data: dict[str, Any]) -> str:
     head = HEAD.format(
         triton=data["triton"],
         compiled=len(data["rows"]),
+        offered=data["offered"],
         variants=sum(len(names) for names in rows.values()),
         archs=len(archs),
     )
@@ -306,14 +313,15 @@ def page(data: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def as_data(rows: dict[Task, dict[str, Any]], tasks: list[Task]) -> dict[str, Any]:
-    """What the page is made from."""
+def as_data(rows: dict[Task, dict[str, Any]], tasks: list[Task], offered: int) -> dict[str, Any]:
+    """What the page is made from. offered: compilations of the whole product."""
     import triton
 
     kept = ("key", "tile", "registers", "scalars", "shared", "matrix", "occupancy")
     return {
         "triton": triton.__version__,
         "archs": list(chips.CHIPS),
+        "offered": offered,
         "rows": [
             {"module": module, "variant": name, "arch": arch}
             | {field: rows[module, name, arch][field] for field in kept}
@@ -349,6 +357,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """0 when all is as it should be, 1 otherwise."""
+    import triton
+
     options = parsed(arguments)
     archs = options.archs.split(",")
     unknown = set(archs) - set(chips.CHIPS)
@@ -356,15 +366,24 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no chip {', '.join(sorted(unknown))}; there are {', '.join(chips.CHIPS)}")
         return 1
     found = modules(options.package)
+    if triton.knobs.runtime.interpret:
+        print("TRITON_INTERPRET is set: what is interpreted is never compiled; unset it")
+        return 1
     faults = [f"{name}: no variant of it is compiled" for name in forgotten(found)]
     tasks = quick(found, archs) if options.quick else product(found, archs)
     tasks = [task for task in tasks if options.kernels in f"{task[0]} {task[1]}"]
     if not tasks:
         print(f"nothing to compile: no kernel of {options.package} fits the options")
         return 1
-    if options.write and (options.quick or options.kernels or archs != list(chips.CHIPS)):
-        print("--write takes the whole product: leave --quick, --kernels and --archs out")
+    if options.write and (options.kernels or archs != list(chips.CHIPS)):
+        print("--write takes every kernel and every chip: leave --kernels and --archs out")
         return 1
+
+    if options.write and options.quick:  # the page also shows what earlier runs have compiled
+        every = product(found, archs)
+        keys = keys_of(found, every)
+        known = {task for task in every if (options.cache / f"{keys[task]}.json").exists()}
+        tasks = [task for task in every if task in known | set(tasks)]
 
     began = time.monotonic()
     rows, fresh = cached_rows(options.package, found, tasks, options.cache, options.jobs)
@@ -382,7 +401,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{len(faults)} faults:", *faults, sep="\n  ")
         return 1
     if options.write:
-        data = as_data(rows, tasks)
+        data = as_data(rows, sorted(tasks), len(product(found, archs)))
         PAGE.parent.mkdir(parents=True, exist_ok=True)
         DATA.write_text(as_text(data), "utf-8")
         PAGE.write_text(page(data), "utf-8")

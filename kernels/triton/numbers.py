@@ -53,7 +53,7 @@ def fp8_e4m3(x, BIAS: tl.constexpr, MOST: tl.constexpr):
     # Below the smallest normal number codes are equally spaced; eight of them reach it.
     tiny = round_even(size * (1 << (BIAS + 2))).to(tl.int32)
     code = tl.where(size < 2.0 ** (1 - BIAS), tiny, normal)
-    sign = tl.where(x < 0, 0x80, 0)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     if BIAS == 8:
         sign = tl.where(code == 0, 0, sign)
     return (code | sign).to(tl.uint8)
