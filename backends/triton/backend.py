@@ -140,7 +140,8 @@ class TritonBackend(Backend):
         return Capabilities(
             dtypes=dtypes,
             native_dtypes=dtypes,
-            kv_dtypes=(*dtypes, "fp8"),
+            # gfx11 lacks registers for taking 8-bit codes apart (`kv_cache.takes_fp8`).
+            kv_dtypes=dtypes if fallback_arch(arch) == "gfx1100" else (*dtypes, "fp8"),
             kv_follows_dtype=True,
             block_sizes=BLOCK_SIZES,
             head_sizes=(1, widest_head(arch, "bfloat16"), 1),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.kernels.triton.attention_device import attention_kernel, combine_kernel
 from octavo.kernels.triton.attention_plan import Cut
-from octavo.kernels.triton.kv_cache import PLAIN, codes_of, padded
+from octavo.kernels.triton.kv_cache import PLAIN, codes_of, padded, takes_fp8
 from octavo.kernels.triton.runtime import interpreted, launch
 from octavo.kernels.triton.tiles import ARCHS, Tile, tile, widest_head
 from octavo.kernels.triton.variants import SHORT, Variant
@@ -184,7 +184,11 @@ def _variant(
         for_arch=lambda arch: {"CODES": codes_of(kv, arch) if kv else PLAIN},
         aligned=_STRIDES,
         tensor_cores=dtype != "float32",
-        archs=tuple(arch for arch in ARCHS if size <= widest_head(arch, dtype)),
+        archs=tuple(
+            arch
+            for arch in ARCHS
+            if size <= widest_head(arch, dtype) and (not kv or takes_fp8(arch))
+        ),
     )
 
 

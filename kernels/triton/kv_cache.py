@@ -25,6 +25,11 @@ E4M3_ARCHS = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx950", "gfx1201")
 """Chips with instructions that convert 8-bit floats: e4m3fnuz, or OCP's e4m3."""
 
 
+def takes_fp8(arch: str) -> bool:
+    """Whether a chip is offered an 8-bit cache: not where taking codes apart spills registers."""
+    return fallback_arch(arch) != "gfx1100"
+
+
 def codes_of(kv_dtype: str, arch: str) -> int:
     """How a cache of `kv_dtype` ("fp8", or a float dtype) is stored on a chip."""
     if kv_dtype != "fp8":
@@ -144,6 +149,8 @@ def _variant(dtype: str, size: int, kind: str = "none", archs: tuple[str, ...] =
 
 AOT: list[Variant] = [
     *(_variant(dtype, size) for dtype in SHORT for size in (64, 128, 256)),
-    _variant("bfloat16", 128, "fp8_e4m3", tuple(a for a in ARCHS if a not in FNUZ_ARCHS)),
+    _variant(
+        "bfloat16", 128, "fp8_e4m3", tuple(a for a in ARCHS if a not in FNUZ_ARCHS and takes_fp8(a))
+    ),
     _variant("bfloat16", 128, "fp8_e4m3fnuz", FNUZ_ARCHS),
 ]

@@ -85,7 +85,7 @@ def _attention_prefill(arch: str, head_size: int, dtype: str) -> Tile:
         return Tile(128, 64, 3, 8) if small else Tile(128, 32, 3, 8)
     if arch in RDNA:
         return Tile(32, 16, 1, 4) if wide else Tile(64, 16 if arch == "gfx1100" else 32, 1, 4)
-    return Tile(64, 32, 1, 4) if wide else Tile(128, 32, 1 if arch == "gfx90a" else 2, 4)
+    return Tile(64, 32, 1, 4) if wide else Tile(128, 32, 1, 4)
 
 
 def _attention_float32(arch: str, wide: bool) -> Tile:
@@ -110,7 +110,7 @@ def _attention_decode(arch: str, head_size: int, dtype: str) -> Tile:
         return Tile(16, 32 if wide else 64, 3, 4)
     if arch in NVIDIA:
         return Tile(16, 32, 2 if wide else 3, 4)
-    return Tile(16, 32, 1, 4 if wide else 2)
+    return Tile(16, 32, 1, 4 if wide or arch == "gfx1100" else 2)
 
 
 def _rows(arch: str, head_size: int, dtype: str) -> Tile:
