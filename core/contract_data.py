@@ -52,6 +52,9 @@ class Capabilities:
     dtypes: tuple[str, ...] = ("float32",)
     native_dtypes: tuple[str, ...] = ("float32",)  # those that are not slower than float32
     kv_dtypes: tuple[str, ...] = ("float32",)
+    kv_follows_dtype: bool = (
+        False  # a cache in the weights' dtype is the fastest: what "auto" means
+    )
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     head_sizes: tuple[int, int, int] = (1, 1024, 1)  # smallest, largest, multiple
     # "dynamic": any. "bucketed": those of the plan's lanes are best, and are run once at the start.

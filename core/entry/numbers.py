@@ -104,6 +104,8 @@ def _kv_dtype(
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
         small = scheme is not None or dtype != "float32"
+        if capabilities.kv_follows_dtype:
+            small = False
         kv_dtype = "float16" if small and "float16" in capabilities.kv_dtypes else dtype
         if kv_dtype != dtype:
             weights = scheme.name if scheme is not None else dtype
