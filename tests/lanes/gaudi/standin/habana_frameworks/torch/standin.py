@@ -1,0 +1,45 @@
+"""What the stand-in adds to the vendor's names: the device's library, and counts of what was called."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.cpp_extension import load
+
+SOURCE = Path(__file__).parents[2] / "device.cpp"
+
+calls: Counter[str] = Counter()
+"""How often each vendor operation ran its body, and each call of the package that is no operation."""
+
+generation = ["Gaudi3"]
+"""Which chip the stand-in says it is."""
+
+lazy = [True]
+"""Whether the stand-in says that operations are gathered until `mark_step`, as graphs need it."""
+
+
+@cache
+def device() -> Any:
+    """The compiled device, built once for each state of its source."""
+    digest = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"octavo-standin-hpu-{digest}"
+    folder.mkdir(exist_ok=True)
+    return load(
+        "octavo_standin_hpu", [str(SOURCE)], extra_cflags=["-O1"], build_directory=str(folder)
+    )
+
+
+def reset() -> None:
+    calls.clear()
+    device().reset()
+
+
+def ran() -> dict[str, int]:
+    """Vendor calls, and torch operations that reached the device, by name."""
+    return dict(calls) | {f"{name}": n for name, n in device().op_counts().items()}
