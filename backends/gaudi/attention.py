@@ -29,7 +29,8 @@ class GaudiKV:
     @property
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as [blocks, 128, kv_heads, d]."""
-        return self.k.unflatten(0, (-1, BLOCK)), self.v.unflatten(0, (-1, BLOCK))
+        k, v = (x.view(-1, BLOCK, *x.shape[1:]) for x in (self.k, self.v))
+        return k, v
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def decode_attention(
     kv_heads, dv = cache.v.shape[1:]
     mapping = _mapping(part, meta, q.dtype)  # [N, B]
     bias = _bias(part, meta, how.window)  # [N, 1, 1, 1, 128]
-    spread = (mapping @ (q * how.scale).flatten(1)).unflatten(1, (kv_heads, -1, 1, q.shape[2]))
+    spread = (mapping @ (q * how.scale).flatten(1)).view(len(mapping), kv_heads, -1, 1, q.shape[2])
     keys, values = (
         blocks.index_select(0, part.blocks).to(q.dtype).transpose(1, 2).unsqueeze(2)
         for blocks in cache.blocks
@@ -82,7 +83,8 @@ def decode_attention(
     # What padding blocks bring is undefined, and the product below would carry it into every row.
     rescale = torch.where(live, rescale, torch.zeros_like(rescale))
     mixed = mixed * rescale.to(q.dtype)
-    return (mapping.t() @ mixed.flatten(1)).view(part.size, -1, dv)
+    summed: torch.Tensor = mapping.t() @ mixed.flatten(1)
+    return summed.view(part.size, -1, dv)
 
 
 def _mapping(part: Decode, meta: GaudiInputs, dtype: torch.dtype) -> torch.Tensor:
@@ -147,7 +149,7 @@ def prompt_attention(
     count, width = part.positions.shape
 
     def rectangle(x: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, part.rows).unflatten(0, (count, width)).transpose(1, 2)
+        return x.index_select(0, part.rows).view(count, width, *x.shape[1:]).transpose(1, 2)
 
     queries = rectangle(q)  # [P, Hq, Q, D]
     fused = how.softcap == 0 and how.sinks is None
@@ -177,9 +179,7 @@ def prompt_attention(
     return mixed
 
 
-def _prompt_bias(
-    part: Prompts, meta: GaudiInputs, window: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _prompt_bias(part: Prompts, meta: GaudiInputs, window: int, dtype: torch.dtype) -> torch.Tensor:
     """[P, 1, Q, W · 128]: what is added to the scores of keys a row does not see. Every row sees one."""
     key = (id(part), "bias", window, dtype)
     if key not in meta.made:
@@ -199,7 +199,7 @@ def _plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, how: Scoring
 ) -> torch.Tensor:
     """For soft caps and sinks, which the fused attention has not. q [P, Hq, Q, D] -> [P, Hq, Q, Dv]."""
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [P, kv_heads, group, Q, D]
+    grouped = q.view(len(q), k.shape[1], -1, *q.shape[2:])  # [P, kv_heads, group, Q, D]
     scores = how.capped((grouped @ k.unsqueeze(2).transpose(-1, -2)).float() * how.scale)
     scores = scores + bias.unsqueeze(1).float()
     most = scores.amax(-1, keepdim=True)

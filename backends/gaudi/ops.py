@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
+from octavo.backends.gaudi import fp8
 from octavo.backends.gaudi.attention import GaudiKV, Scoring, decode_attention, prompt_attention
 from octavo.backends.gaudi.inputs import RESERVED, GaudiInputs
 from octavo.backends.gaudi.vendor import Vendor
 from octavo.backends.hccl import HcclCommunicator
 from octavo.core import ops as portable
-from octavo.plugins import Handle, KVSpec, Ops, SampleInputs
+from octavo.plugins import Handle, KVSpec, Ops, QuantizedTensor, SampleInputs, WeightSpec
 
 
 class GaudiOps(Ops):
@@ -122,6 +123,14 @@ class GaudiOps(Ops):
 
     # -------------------------------------------------------------------- the rest of a layer
 
+    def pack_weight(
+        self, parts: Mapping[str, torch.Tensor | QuantizedTensor], spec: WeightSpec, dtype: str
+    ) -> Any:
+        if spec.scheme != "fp8":
+            return super().pack_weight(parts, spec, dtype)
+        floats = [part for name, _ in spec.parts if isinstance(part := parts[name], torch.Tensor)]
+        return fp8.pack(torch.cat(floats), self.device, portable.DTYPES[dtype])
+
     def linear(
         self,
         x: torch.Tensor,
@@ -131,7 +140,10 @@ class GaudiOps(Ops):
         reduce: Literal["sum"] | None = None,
         lora: Any = None,
     ) -> torch.Tensor:
-        out = super().linear(x, weight, bias=bias, reduce=None, lora=lora)
+        if isinstance(weight, fp8.Fp8Weight):
+            out = fp8.linear(x, weight, bias)
+        else:
+            out = super().linear(x, weight, bias=bias, reduce=None, lora=lora)
         if reduce == "sum" and self._communicator is not None:
             return self._communicator.all_reduce(out)
         return out
@@ -203,5 +215,3 @@ def clear_blocks(handle: GaudiKV, blocks: torch.Tensor) -> None:
     left there may not be finite."""
     for cache in handle.blocks:
         cache.index_fill_(0, blocks, 0)
-
-

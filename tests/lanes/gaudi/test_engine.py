@@ -53,7 +53,6 @@ def test_float32_tokens_and_logprobs_are_those_of_transformers(
     made = build(folder, max_num_batched_tokens=tokens)
     requests = requests_of(1)
     first = run(made, *requests)
-    assert standin.calls["index_copy"] == 0  # it is no vendor's operation, but torch's on the device
     second = run(made, *(msgspec.structs.replace(r, id=r.id + " again") for r in requests))
     for r in requests:
         tokens_wanted, logprobs = reference(model, r.prompt_token_ids, r.params.max_tokens or 0)
@@ -72,8 +71,8 @@ def test_float32_tokens_and_logprobs_are_those_of_transformers(
 
 def test_preempted_sequences_come_back(standin: Any, llama: tuple[Path, Any]) -> None:
     folder, model = llama
-    made = build(folder, num_kv_blocks=5, max_num_batched_tokens=96)
-    requests = [greedy(f"r{i}", prompt_of(120, seed=i), 20) for i in range(4)]
+    made = build(folder, num_kv_blocks=6, max_num_batched_tokens=700)
+    requests = [greedy(f"r{i}", prompt_of(120, seed=i), 20) for i in range(5)]
     found = run(made, *requests)
     assert made.stats().preemptions > 0
     for r in requests:
@@ -105,7 +104,10 @@ def test_kinds_of_models(standin: Any, tmp_path: Path, kind: str, changes: dict[
 def test_bfloat16_is_the_reference_backends(standin: Any, llama: tuple[Path, Any]) -> None:
     """The same tokens while the reference's first two choices are further apart than bfloat16's noise."""
     folder, _ = llama
-    requests = [greedy(f"r{i}", prompt_of(n, seed=i), 12, logprobs=-1) for i, n in enumerate((140, 30, 7))]  # fmt: skip
+    lengths = (140, 30, 7, 129, 1, 64, 128, 90)
+    requests = [
+        greedy(f"r{i}", prompt_of(lengths[i % 8], seed=i), 4, logprobs=-1) for i in range(32)
+    ]
     options = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "max_num_batched_tokens": 64}
     ours = run(build(folder, **options), *requests)
     theirs = run(engine(folder, device="reference", **options), *requests)
@@ -117,7 +119,7 @@ def test_bfloat16_is_the_reference_backends(standin: Any, llama: tuple[Path, Any
                 break
             assert mine[i] == wanted[i]
             certain += 1
-    assert certain > 20
+    assert certain > 30
 
 
 def test_seeded_draws_are_the_reference_backends(standin: Any, llama: tuple[Path, Any]) -> None:
@@ -142,7 +144,7 @@ def test_what_a_step_calls(standin: Any, llama: tuple[Path, Any]) -> None:
     made.step()  # both prompts
     calls, ops = standin.ran(), standin.device().op_counts()
     assert calls["sdpa_recomp_fwd"] == LAYERS and "block_softmax" not in calls
-    assert ops["aten::index_copy_"] == 2 * LAYERS
+    assert ops["aten::index_copy"] == 2 * LAYERS
     assert ops["aten::index_fill_"] == 2 * LAYERS  # blocks that begin
     assert calls["rms_norm"] == 2 * LAYERS + 1 and calls["rotary_pos_embedding"] == 2 * LAYERS
     assert calls["mark_step"] >= 2
@@ -153,7 +155,7 @@ def test_what_a_step_calls(standin: Any, llama: tuple[Path, Any]) -> None:
         calls, ops = standin.ran(), standin.device().op_counts()
         assert calls["block_softmax"] == calls["block_softmax_adjustment"] == LAYERS
         assert "sdpa_recomp_fwd" not in calls
-        assert ops["aten::index_copy_"] == 2 * LAYERS and "aten::index_fill_" not in ops
+        assert ops["aten::index_copy"] == 2 * LAYERS and "aten::index_fill_" not in ops
         assert calls["hpu_graph_replay"] == 1 and "hpu_graph_capture" not in calls
         _, downloads, syncs = standin.device().transfers()
         assert downloads == 1 and syncs == 0  # the tokens, and nothing else

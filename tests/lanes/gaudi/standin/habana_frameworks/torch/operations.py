@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from habana_frameworks.torch.standin import calls, device
 
 _library = torch.library.Library("hpu", "DEF")

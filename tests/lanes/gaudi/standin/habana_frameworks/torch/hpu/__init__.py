@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
 from habana_frameworks.torch import operations  # noqa: F401  # registers torch.ops.hpu
 from habana_frameworks.torch.hpu.graphs import HPUGraph, graph
 from habana_frameworks.torch.standin import calls, device, generation

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from habana_frameworks.torch.standin import calls
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from habana_frameworks.torch.standin import calls
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

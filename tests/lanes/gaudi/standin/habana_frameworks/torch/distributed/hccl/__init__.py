@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+
 from habana_frameworks.torch.standin import calls, device
 
 

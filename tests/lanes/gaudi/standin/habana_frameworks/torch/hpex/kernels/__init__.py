@@ -41,7 +41,10 @@ class FusedSDPA(torch.autograd.Function):
             raise RuntimeError("FusedSDPA takes a mask or is_causal, not both")
         if valid_seq_len is not None and not (is_causal and recompute_mode):
             raise RuntimeError("valid_seq_len needs is_causal and recompute_mode")
-        if softmax_mode not in ("None", "fast", "fp32") or seq_padding_type not in ("left", "right"):
+        if softmax_mode not in ("None", "fast", "fp32") or seq_padding_type not in (
+            "left",
+            "right",
+        ):
             raise RuntimeError(f"no such mode: {softmax_mode}, {seq_padding_type}")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return torch.ops.hpu.sdpa_recomp_fwd(
