@@ -112,4 +112,4 @@ def fused(
             **common,
         )[0]
     found: torch.Tensor = out
-    return found.view(-1, 2, *found.shape[1:])[:, 1] if twice else found
+    return found.view(-1, 2, *found.shape[1:]).select(1, 1) if twice else found

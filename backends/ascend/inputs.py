@@ -47,9 +47,7 @@ def step_of(inputs: TorchInputs) -> Step:
     return step
 
 
-def prepare(
-    batch: Batch, upload: Callable[[np.ndarray[Any, Any]], torch.Tensor]
-) -> TorchInputs:
+def prepare(batch: Batch, upload: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> TorchInputs:
     """Uploads a batch."""
     starts = batch.query_start[: batch.num_seqs + 1].astype(np.int64)
     counts = np.diff(starts)

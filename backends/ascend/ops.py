@@ -21,9 +21,7 @@ KVPair = tuple[torch.Tensor, torch.Tensor]
 class AscendOps(Ops):
     """One device's operations. `npu` is the module torch_npu."""
 
-    def __init__(
-        self, device: str, npu: Any, communicator: HcclCommunicator | None = None
-    ) -> None:
+    def __init__(self, device: str, npu: Any, communicator: HcclCommunicator | None = None) -> None:
         self.device = device
         self._npu = npu
         self._communicator = communicator
@@ -50,9 +48,7 @@ class AscendOps(Ops):
         self._npu._npu_reshape_and_cache(*new, *handle, meta.slots[group])
         return handle
 
-    def copy_blocks(
-        self, handles: list[KVPair], pairs: Sequence[tuple[int, int]]
-    ) -> list[KVPair]:
+    def copy_blocks(self, handles: list[KVPair], pairs: Sequence[tuple[int, int]]) -> list[KVPair]:
         moved = [(a + RESERVED, b + RESERVED) for a, b in pairs]
         return portable.copy_blocks(handles, moved)
 
@@ -96,7 +92,8 @@ class AscendOps(Ops):
         if self._mask is None:
             self._mask = compressed_mask(self.device)
         rows = step.query_ends[-1]
-        out = fused(self._npu, q[:rows], handle, table, step, heads, self._mask, window, sinks)
+        q_rows = q.narrow(0, 0, rows)
+        out = fused(self._npu, q_rows, handle, table, step, heads, self._mask, window, sinks)
         if rows == len(q):
             return out
         return torch.cat((out, out.new_zeros(len(q) - rows, *out.shape[1:])))
@@ -148,7 +145,8 @@ class AscendOps(Ops):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         made, key = step_of(meta).made, ("rotary", id(cos_sin), interleaved)
         if key not in made:
-            both = cos_sin.index_select(0, meta.positions)[None, :, None].chunk(2, dim=-1)
+            at = cos_sin.index_select(0, meta.positions)
+            both = at.unsqueeze(1).unsqueeze(0).chunk(2, dim=-1)
             if interleaved:
                 made[key] = tuple(x.repeat_interleave(2, dim=-1) for x in both)
             else:
@@ -159,10 +157,11 @@ class AscendOps(Ops):
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             # In float32, as the tables are: half precision loses far positions.
-            rows = x[None, ..., :size].float().contiguous()
+            rows = x.narrow(-1, 0, size).unsqueeze(0).float().contiguous()
             out: torch.Tensor = self._npu.npu_rotary_mul(rows, cos, sin, mode)
-            out = out[0].to(x.dtype)
-            return out if size == x.shape[-1] else torch.cat((out, x[..., size:]), dim=-1)
+            out = out.squeeze(0).to(x.dtype)
+            rest = x.shape[-1] - size
+            return torch.cat((out, x.narrow(-1, size, rest)), dim=-1) if rest else out
 
         return turned(q), turned(k)
 

@@ -122,7 +122,9 @@ def fused(
     counts = [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
     check(min(counts) > 0, "no empty sequence")
     window = 0
-    if sparse_mode == 4 and max(counts) > 1:  # of single rows the operation sees neither mode nor band
+    if (
+        sparse_mode == 4 and max(counts) > 1
+    ):  # of single rows the operation sees neither mode nor band
         check(next_tokens == 0, "a band that ends at the row")
         window = pre_tokens + 1
     out, begin = torch.empty_like(query), 0

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch would import torch-npu before the stubs are there
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = (
+    "0"  # torch would import torch-npu before the stubs are there
+)
 sys.path.insert(0, str(Path(__file__).parent))
 
 import stubs

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable
-from ctypes import RTLD_GLOBAL, CDLL
+from ctypes import CDLL, RTLD_GLOBAL
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,7 +37,9 @@ def symbols(library: Path | str, kind: str) -> set[str]:
 
 def needed(library: Path) -> list[str]:
     """The libraries that one names."""
-    out = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        ["readelf", "-d", str(library)], capture_output=True, text=True, check=True
+    )
     return re.findall(r"\(NEEDED\).*\[(.*)\]", out.stdout)
 
 
@@ -65,7 +67,15 @@ def assembly(names: Iterable[str]) -> str:
 def build(name: str, names: Iterable[str], folder: Path) -> Path:
     source, library = folder / f"{name}.s", folder / name
     source.write_text(assembly(names))
-    command = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{name}", "-o", str(library), str(source)]
+    command = [
+        "gcc",
+        "-shared",
+        "-nostdlib",
+        f"-Wl,-soname,{name}",
+        "-o",
+        str(library),
+        str(source),
+    ]
     subprocess.run(command, check=True)
     return library
 
@@ -76,9 +86,13 @@ def make(folder: Path) -> list[Path]:
     core = [next(npu.glob("_C*.so")), *sorted((npu / "lib").glob("*.so"))]
     atb = npu / "lib" / "libop_plugin_atb.so"
     core.remove(atb)
-    beside = [p for p in (torch / "lib").glob("*.so*")]
-    python = {n for lib in core for n in symbols(lib, "--undefined-only") if n.startswith(("Py", "_Py"))}
-    have = set().union(*(symbols(p, "--defined-only") for p in (*core, *beside, *system_libraries())))
+    beside = list((torch / "lib").glob("*.so*"))
+    python = {
+        n for lib in core for n in symbols(lib, "--undefined-only") if n.startswith(("Py", "_Py"))
+    }
+    have = set().union(
+        *(symbols(p, "--defined-only") for p in (*core, *beside, *system_libraries()))
+    )
     want = set().union(*(symbols(p, "--undefined-only") for p in core)) - have - python
     ours = {p.name for p in (*core, *beside)} | set(SYSTEM)
     absent = sorted({n for p in core for n in needed(p)} - ours - _resolvable())
