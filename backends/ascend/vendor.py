@@ -30,7 +30,8 @@ def vendor() -> Any:
 
         library = Path(module.__file__).parent / "lib" / "libop_plugin_atb.so"
         if not hasattr(torch.ops.atb, "_npu_reshape_and_cache") and library.exists():
-            torch.ops.load_library(str(library))
+            operations: Any = torch.ops
+            operations.load_library(str(library))
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
             f"--device npu: importing {PACKAGE} failed: {str(error).partition(chr(10))[0]}. {HELP}"
