@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 BLOCK = 128
 """Tokens in a KV block: what the vendor's paged attention is laid out for."""
 
+SHORTEST = 16
+"""Tokens of the smallest bucket of a prompt."""
+
 DTYPES = ("bfloat16", "float32")
 
 OPS = {
@@ -103,20 +106,37 @@ class GaudiBackend(Backend):
         )
 
     def plan(self, model: ModelShape, device: str, limits: Limits) -> ExecutionPlan:
-        tokens = limits.max_num_batched_tokens or max(2048, limits.max_num_seqs)
-        lane = Lane(
-            max_seqs=limits.max_num_seqs,
+        tokens = limits.max_num_batched_tokens or 2048
+        rows = max(512, 2 * limits.max_num_seqs)
+        widths = powers(-(-limits.max_model_len // BLOCK))
+        # One prompt a step, as the vendor's own engine has it: then its shape is its bucket.
+        prompts = Lane(
+            kinds=("prefill",),
+            max_seqs=1,
             max_tokens=tokens,
-            token_buckets=powers(tokens),
-            seq_buckets=powers(limits.max_num_seqs),
-            block_buckets=powers(-(-limits.max_model_len // BLOCK)),
+            token_buckets=powers(tokens, SHORTEST),
+            seq_buckets=(1,),
+            block_buckets=widths,
+            row_buckets=(1, rows),
+            exclusive=True,
+        )
+        seqs = powers(limits.max_num_seqs)
+        decodes = Lane(
+            kinds=("decode",),
+            max_seqs=limits.max_num_seqs,
+            max_tokens=limits.max_num_seqs,
+            token_buckets=seqs,
+            seq_buckets=seqs,
+            block_buckets=widths,
+            row_buckets=seqs,
+            exclusive=True,
         )
         return ExecutionPlan(
             block_size=limits.block_size or BLOCK,
-            lanes=(lane,),
+            lanes=(prompts, decodes),
             dtype=limits.dtype,
             kv_dtype=limits.kv_dtype,
-            max_logits_rows=max(512, 2 * limits.max_num_seqs),
+            max_logits_rows=rows,
         )
 
     def memory(self, device: str) -> MemoryInfo:

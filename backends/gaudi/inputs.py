@@ -1,8 +1,13 @@
 """A batch as Gaudi's two attentions want it.
 
-Decoding sequences, and prompts, are two rectangles cut out of the batch's rows. Decode attention walks one
-flat list of all sequences' blocks; prompt attention takes [prompts, rows] padded to the longest. Each is
-padded to a power of two, so that the device meets few shapes; the numbers themselves are in tensors alone.
+Decoding sequences, and prompts, are two rectangles cut out of the batch's rows; a lane's batch has one of them.
+Decode attention walks one flat list of all sequences' blocks; prompt attention takes [prompts, rows] padded
+to the longest. Each is padded to a power of two, so that the device meets few shapes; the numbers themselves
+are in tensors alone.
+
+A batch of padding alone has the shapes that its lane's buckets stand for. The list of B decoding sequences whose
+tables are W wide has from B to B · W blocks as a power of two, and the widths go through the powers up to the
+widest: so one such batch for each width meets every length.
 """
 
 from __future__ import annotations
@@ -23,6 +28,9 @@ RESERVED = 2
 """Blocks in front of the core's block 0: ZERO is read where a list is padded, SCRATCH written."""
 
 ZERO, SCRATCH = 0, 1
+
+SHORTEST = 16
+"""Rows of the shortest rectangle of prompts."""
 
 
 @dataclass(slots=True)
@@ -67,8 +75,8 @@ class GaudiInputs:
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    logits_rows: torch.Tensor  # [L] int64, padded
-    num_rows: int  # of logits, without padding
+    logits_rows: torch.Tensor  # [L] int64
+    empty: bool  # nothing but padding
     groups: tuple[Group, ...]
     restore: torch.Tensor | None
     # Of this step: tables made by the first layer, and keys and values just written, by cache.
@@ -80,8 +88,8 @@ def prepare(batch: Batch, upload: Callable[[np.ndarray[Any, Any]], torch.Tensor]
     """Splits and pads a batch and uploads it."""
     starts = batch.query_start[: batch.num_seqs + 1].astype(np.int64)
     counts = np.diff(starts)
-    singles = np.flatnonzero(counts == 1)
-    several = np.flatnonzero(counts > 1)
+    alone = counts == (1 if batch.kind != "prefill" else 0)
+    singles, several = np.flatnonzero(alone), np.flatnonzero(~alone & (counts > 0))
     groups: list[Group] = []
     seen: dict[tuple[int, int], Group] = {}
     for slots, table in zip(batch.slots, batch.block_tables, strict=True):
@@ -89,14 +97,11 @@ def prepare(batch: Batch, upload: Callable[[np.ndarray[Any, Any]], torch.Tensor]
         if key not in seen:  # as a rule all groups have the same arrays
             seen[key] = _group(batch, slots, table, starts, singles, several, upload)
         groups.append(seen[key])
-    rows = power(max(1, len(batch.logits_rows)))
-    logits_rows = np.zeros(rows, np.int64)
-    logits_rows[: len(batch.logits_rows)] = batch.logits_rows
     return GaudiInputs(
         token_ids=upload(batch.token_ids),
         positions=upload(batch.positions),
-        logits_rows=upload(logits_rows),
-        num_rows=len(batch.logits_rows),
+        logits_rows=upload(batch.logits_rows.astype(np.int64)),
+        empty=batch.num_seqs == 0,
         groups=tuple(groups),
         restore=_restore(batch, starts, counts, singles, several, upload),
     )
@@ -118,9 +123,11 @@ def _group(
     if len(first):
         begun = np.full(power(len(first)), SCRATCH, np.int64)
         begun[: len(first)] = first
-    decode = _decode(batch, table, starts, singles, upload) if len(singles) else None
-    prompts = _prompts(batch, table, starts, several, upload) if len(several) else None
-    if decode is None and prompts is None:  # padding alone
+    decode = prompts = None
+    none = not len(singles) and not len(several)
+    if len(several) or (none and batch.kind == "prefill"):
+        prompts = _prompts(batch, table, starts, several, upload)
+    if len(singles) or prompts is None:
         decode = _decode(batch, table, starts, singles, upload)
     return Group(upload(placed), None if begun is None else upload(begun), decode, prompts)
 
@@ -144,7 +151,7 @@ def _decode(
     total = int(need.sum())
     owner = np.repeat(np.arange(count), need)
     at = np.arange(total) - np.repeat(np.cumsum(need) - need, need)
-    room = power(max(1, total))
+    room = power(max(1, total)) if count else size * power(table.shape[1])
     blocks = np.full(room, ZERO, np.int64)
     groups = np.full(room, -1, np.int64)
     begin, queries = np.zeros(room, np.int64), np.zeros(room, np.int64)
@@ -170,7 +177,13 @@ def _prompts(
 ) -> Prompts:
     counts = (starts[which + 1] - starts[which]).astype(np.int64)
     lens = batch.context_lens[which].astype(np.int64)
-    size, width = power(len(which)), power(int(counts.max()), 16)
+    tokens = len(batch.token_ids)
+    if len(which):
+        size, width = power(len(which)), power(int(counts.max()), SHORTEST)
+        columns = power(int(-(-lens.max() // BLOCK)))
+    else:
+        size, width = power(len(batch.context_lens)), power(tokens, SHORTEST)
+        columns = power(table.shape[1])
     offset = np.arange(width)
     real = np.zeros((size, width), bool)
     real[: len(which)] = offset < counts[:, None]
@@ -180,7 +193,6 @@ def _prompts(
     rows[~real] = positions[~real] = 0
     lengths = np.ones(size, np.int32)
     lengths[: len(which)] = counts
-    columns = power(int(-(-lens.max() // BLOCK)))
     places = np.full((size, columns), ZERO, np.int64)
     for i, s in enumerate(which):
         used = -(-int(lens[i]) // BLOCK)
@@ -203,11 +215,11 @@ def _restore(
     upload: Callable[[np.ndarray[Any, Any]], torch.Tensor],
 ) -> torch.Tensor | None:
     if not len(several):
-        return None
+        return None if batch.kind != "prefill" else upload(np.zeros(len(batch.token_ids), np.int64))
     place = np.zeros(len(batch.token_ids), np.int64)
     place[starts[singles]] = np.arange(len(singles))
     behind = power(len(singles)) if len(singles) else 0
-    width = power(int(counts[several].max()), 16)
+    width = power(int(counts[several].max()), SHORTEST)
     for i, s in enumerate(several):
         first = behind + i * width
         place[starts[s] : starts[s + 1]] = np.arange(first, first + counts[s])
@@ -240,3 +252,13 @@ def signature(inputs: GaudiInputs) -> tuple[Any, ...]:
 def without_begun(inputs: GaudiInputs) -> GaudiInputs:
     """The same once the blocks that this step begins are cleared."""
     return replace(inputs, groups=tuple(replace(g, begun=None) for g in inputs.groups))
+
+
+def continued(inputs: GaudiInputs) -> GaudiInputs:
+    """The same shapes, for prompts that tokens precede."""
+
+    def change(group: Group) -> Group:
+        prompts = group.prompts
+        return replace(group, prompts=None if prompts is None else replace(prompts, whole=False))
+
+    return replace(inputs, groups=tuple(map(change, inputs.groups)), made={}, written=[])

@@ -13,6 +13,7 @@ from octavo.backends.ascend import vendor as ascend
 from octavo.backends.ascend.backend import AscendBackend
 from octavo.backends.gaudi.backend import GaudiBackend
 from octavo.core.config import ConfigError
+from octavo.core.lanes import LaneSet
 from octavo.plugins import Backend, Limits, ModelShape
 from octavo.plugins.manager import Plugins
 
@@ -60,10 +61,13 @@ def test_what_is_asked_before_a_start_needs_no_package(backend: Backend) -> None
     limits = Limits(max_num_seqs=7, max_model_len=1000, max_num_batched_tokens=300)
     plan = backend.plan(shape, word, limits)
     assert plan == backend.plan(shape, word, limits) and plan.block_size == 128
-    (lane,) = plan.lanes
-    assert (lane.max_seqs, lane.max_tokens) == (7, 300)
-    assert max(lane.token_buckets) >= 300 and max(lane.block_buckets) >= 8
-    assert list(lane.token_buckets) == sorted(set(lane.token_buckets))
+    assert max(lane.max_seqs for lane in plan.lanes) == 7
+    prompts = plan.lanes[0]
+    assert prompts.max_tokens == 300 and max(prompts.token_buckets) >= 300
+    for lane in plan.lanes:
+        assert max(lane.block_buckets) >= 8  # a sequence of the longest context
+        assert list(lane.token_buckets) == sorted(set(lane.token_buckets))
+    LaneSet(plan.lanes, plan.max_logits_rows)  # raises when the core could not drive them
 
 
 @pytest.mark.parametrize("backend", [b() for b in BACKENDS], ids=lambda b: b.name)
