@@ -65,8 +65,8 @@ class GaudiBackend(Backend):
     def probe(self) -> Probe:
         if find_spec(PACKAGE) is None:
             return Probe(
-                reason=f"{PACKAGE} is not installed: it comes with Intel Gaudi's software and its own "
-                "torch (Intel's installer or container), see docs/backends/gaudi.md"
+                reason=f"{PACKAGE} is not installed: it comes with Intel Gaudi's own torch "
+                "(docs/backends/gaudi.md)"
             )
         if find_spec("torch") is None:
             return Probe(reason="torch is not installed")
@@ -144,7 +144,7 @@ class GaudiBackend(Backend):
         return MemoryInfo(total=total, free=free)
 
     def start(self, device: str, limits: Limits) -> None:
-        _vendor().hpu.set_device(device)
+        _vendor().hpu.set_device(int(device.partition(":")[2] or 0))
 
     def ops(self, device: str) -> Ops:
         from octavo.backends.gaudi.ops import GaudiOps
