@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from tiny_models import make
 
 sys.path.insert(0, str(Path(__file__).parent / "standin"))
+
+import_module("habana_frameworks.torch")  # compiles the device, outside any test's time
 
 
 @pytest.fixture(autouse=True)
