@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sysconfig
 import tempfile
 from collections import Counter
 from functools import cache
@@ -11,7 +12,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-import ninja
 import torch
 from torch.utils.cpp_extension import load
 
@@ -42,7 +42,8 @@ def device() -> Any:
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-    os.environ["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{os.environ['PATH']}"  # no shell need have it
+    scripts = sysconfig.get_path("scripts")  # where ninja is, whether or not a shell looks there
+    os.environ["PATH"] = f"{scripts}{os.pathsep}{os.environ['PATH']}"
     return load(NAME, [str(SOURCE)], extra_cflags=["-O1"], build_directory=str(folder))
 
 
