@@ -110,7 +110,7 @@ def _chip(word: str, backend: str, labels: tuple[str, ...], requirements: str, t
             Step(f"octavo backend check {backend} --device {word} --full"),
             Step(
                 f"octavo bench latency --device {word} --json {{out}}/latency.json",
-                r'"?tokens"?\D*(\d+)',
+                r"(?m)^ *\d+ +(\d+) +TPOT",  # output tokens
             ),
         ),
         minutes=30,

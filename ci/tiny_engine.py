@@ -127,7 +127,9 @@ def tokens_of(folder: Path, device: str, options: dict[str, Any]) -> list[list[i
     common = dice.integers(VOCAB, size=40).tolist()
     for i in range(6):
         prompt = common[: (0, 20, 35)[i % 3]] + dice.integers(VOCAB, size=3 + i).tolist()
-        drawn = {"temperature": 0.8, "seed": i, "top_k": 20} if i == 5 else {"temperature": 0.0}
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if i == 5:
+            drawn = {"temperature": 0.8, "seed": i, "top_k": 20}
         params = SamplingParams(max_tokens=24, n=2 if i == 1 else 1, **drawn)
         engine.add(Request(id=str(i), prompt_token_ids=prompt, params=params))
     out: dict[tuple[str, int], list[int]] = {}
