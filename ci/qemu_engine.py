@@ -66,7 +66,13 @@ MACHINES = {
         "power10",
         "power10",
         "powerpc64le-linux-gnu",
-        ("python3-torch", "python3-msgspec", "python3-pluggy", "python3-packaging"),
+        (
+            "python3-torch",
+            "python3-msgspec",
+            "python3-pluggy",
+            "python3-packaging",
+            "python3-platformdirs",
+        ),
         False,
     ),
 }
