@@ -142,11 +142,11 @@ class Packages:
         wanted = ["install", "--no-install-recommends", *self.machine.packages]
         self.apt("--download-only", *wanted)
         listed = self.apt("--print-uris", *wanted).stdout
-        for file in re.findall(r"^'\S+' (\S+\.deb) ", listed, re.M):  # those not there yet
-            name = file.partition("_")[0]
-            found = self.apt("download", f"{name}/{LATER_SUITE}")
+        missing = re.findall(r"^'\S+' ([^_\s]+)_\S+\.deb ", listed, re.M)
+        if missing:
+            found = self.apt("download", *(f"{name}/{LATER_SUITE}" for name in missing))
             if found.returncode:
-                sys.exit(f"{file} is not to be had\n{found.stderr[-2000:]}")
+                sys.exit(f"{', '.join(missing)}: not to be had\n{found.stderr[-2000:]}")
         archives = sorted(self.archives.glob("*.deb"))
         if not archives:
             sys.exit(f"no packages\n{self.apt('--download-only', *wanted).stderr[-2000:]}")
