@@ -52,7 +52,7 @@ class Lane:
     requirements: NAME of ci/requirements/NAME.txt. packages: folders of this repository to install.
     torch: its version; another than the project's means an environment of the lane's own, and "" that
     the machine has one from the chip's maker. system: Debian packages the machine must have.
-    minutes: on two idle cores, with the environment made. runner: GitHub's labels of a machine that
+    minutes: what it is given on two idle cores, with its environment made. runner: GitHub's labels of a machine that
     can run it. skips: tests may be skipped here.
     """
 
