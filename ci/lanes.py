@@ -192,7 +192,10 @@ LANES: tuple[Lane, ...] = (
         "executed",
         "The XLA backend on PJRT's CPU, kit included; its StableHLO compiled for TPU v4, v5e, v5p and v6e "
         "(an environment of 7 GB)",
-        (Step("pytest tests/lanes/xla"),),
+        (
+            Step("pytest tests/lanes/xla"),
+            Step("python ci/xla_aot.py", r"(?m) (?:v4|v5e|v5p|v6e) .* (\d+) *$"),  # kernels
+        ),
         minutes=20,
         every=False,
         requirements="xla",
