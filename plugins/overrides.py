@@ -17,8 +17,19 @@ from octavo.core.config import ConfigError, nearest
 from octavo.core.contract import Backend, Capabilities, Ops, fusion_stands
 
 LAYOUT = frozenset(
-    "fuses supports kv_block_bytes alloc_kv pack_weight weight_bytes packed_key store_packed "
-    "load_packed tied_weight".split()
+    [
+        "fuses",
+        "supports",
+        "kv_block_bytes",
+        "alloc_kv",
+        "kv_lost",
+        "pack_weight",
+        "weight_bytes",
+        "packed_key",
+        "store_packed",
+        "load_packed",
+        "tied_weight",
+    ]
 )
 """Methods that choose a layout which other ops read, or answer questions: only a backend has them."""
 
@@ -75,19 +86,22 @@ class Claim:
 class ResolvedOps:
     """The ops an engine runs, and how they came about.
 
-    sources: op -> who replaced it. notes: what an operator should know, a sentence each. problems:
+    sources: op -> who replaced it. off: larger op -> the smaller one that is replaced, so that it may not
+    run. notes: what an operator should know, a sentence each. problems:
     overrides that should have run and could not. clashes: ops that several plug-ins would have taken.
     """
 
     ops: Ops
     sources: dict[str, Claim] = field(default_factory=dict)
+    off: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     clashes: list[str] = field(default_factory=list)
 
     def told(self, capabilities: Mapping[str, str]) -> dict[str, str]:
         """`Capabilities.ops` with what replaced some of them."""
-        return {**capabilities, **{op: str(claim) for op, claim in self.sources.items()}}
+        off = {name: f"off, {op} is replaced" for name, op in self.off.items()}
+        return {**capabilities, **off, **{op: str(claim) for op, claim in self.sources.items()}}
 
 
 def validate(override: object) -> OpOverride:
@@ -231,14 +245,20 @@ def _put_in(found: ResolvedOps, base: type[Ops], bodies: Mapping[str, Callable[.
     offered = {name for owner in base.__mro__ for name in owner.__dict__.get("fusions", {})}
     kept: dict[str, tuple[str, ...]] = {}
     for name in sorted(offered):
-        covered = next(o.__dict__["fusions"][name] for o in base.__mro__ if name in o.__dict__.get("fusions", {}))
+        covered = next(
+            o.__dict__["fusions"][name]
+            for o in base.__mro__
+            if name in o.__dict__.get("fusions", {})
+        )
         replaced = [c for op, c in found.sources.items() if op in covered]
         if not replaced or not fusion_stands(base, name):
             continue
         if all(name in c.override.keeps for c in replaced):
             kept[name] = covered
         else:
-            which = ", ".join(c.override.op for c in replaced if name not in c.override.keeps)
+            found.off[name] = which = ", ".join(
+                c.override.op for c in replaced if name not in c.override.keeps
+            )
             found.notes.append(
                 f"{name} is off: it would do the work of {which} without calling the override"
             )
