@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from octavo.core.types import Batch
+
+if TYPE_CHECKING:
+    import torch
 
 Handle = Any
 """A layer's KV cache as its backend keeps it. The core passes it around and never looks inside."""
@@ -269,6 +272,18 @@ class StepOut:
     hidden: Any = None
     pooled: Any = None
     tokens: Any = None
+
+
+class Transfer(Protocol):
+    """A copy of KV blocks to the host that is under way. Its blocks are not written until it is done."""
+
+    def done(self) -> bool:
+        """Whether it has ended; does not wait."""
+        ...
+
+    def wait(self) -> torch.Tensor:
+        """The blocks [count, bytes] of uint8 on the host, once they are there."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def build_engine(
         max_len = context_length(config, limits, plan, num_blocks, phases)
         alloc_kv = partial(ops.alloc_kv, shape.kv, num_blocks, plan.block_size)
         kv = alloc_kv()
-    scheduler = make_scheduler(config, made, num_blocks, max_len, phases)
+    scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases)
     from octavo.core.runner import Runner
 
     with phases("warm up"):
@@ -186,7 +186,7 @@ def build_engine(
 
 
 def make_scheduler(
-    config: EngineConfig, made: Design, num_blocks: int, max_len: int, phases: Phases
+    config: EngineConfig, made: Design, ops: Ops, num_blocks: int, max_len: int, phases: Phases
 ) -> Scheduler:
     """The scheduler that drives the plan's lanes, over an empty KV cache."""
     plan = made.plan
@@ -205,7 +205,9 @@ def make_scheduler(
         fcfs_only=config.scheduling_policy == "fcfs",
         lanes=plan.lanes,
     )
-    return Scheduler(BlockManager(num_blocks, plan.block_size, caching), limits, config.seed)
+    rest = made.resolved.backend.pins_frees
+    blocks = BlockManager(num_blocks, plan.block_size, caching, rest, ops.drain)
+    return Scheduler(blocks, limits, config.seed)
 
 
 def _bind(config: EngineConfig, phases: Phases) -> Binding | None:
