@@ -2,6 +2,9 @@
 
 from octavo.plugins import Backend, Capabilities, Ops, Probe
 
+# The operations of ops.py and what runs them, for `octavo devices`; the others are portable.
+MINE = {"act_and_mul": "octavo-mychip"}
+
 
 class MychipBackend(Backend):
     name = "mychip"
@@ -26,7 +29,7 @@ class MychipBackend(Backend):
         return Capabilities(
             dtypes=("float32", "bfloat16"),
             kv_dtypes=("float32", "bfloat16"),
-            ops=dict.fromkeys(("act_and_mul",), "octavo-mychip"),  # the others are portable
+            ops=MINE,
         )
 
     def ops(self, device: str) -> Ops:
