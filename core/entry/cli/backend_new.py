@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     for written in write(name, folder):
         print(written)
     print(
-        f"\nnext:\n  pip install -e {folder}\n  octavo backend check {name}\n"
+        f"\nnext:\n  pip install --no-deps -e {folder}\n  octavo backend check {name}\n"
         f"  octavo generate --device {name} --prompt 'Hello' --max-tokens 8"
     )
 
