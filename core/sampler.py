@@ -170,7 +170,7 @@ class Sampler:
         if wanted:
             logprobs = [None] * count
             counts = [states[i].logprobs or 0 for i in wanted]
-            chosen = raw if len(wanted) == count else raw[_at(wanted, raw)]
+            chosen = raw[:count] if len(wanted) == count else raw[_at(wanted, raw)]
             for i, entry in zip(
                 wanted, token_logprobs(chosen, tokens[wanted], counts, self._ops), strict=True
             ):
