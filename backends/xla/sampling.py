@@ -14,8 +14,8 @@ _MASK = 0xFFFFFFFF
 
 
 def _shifted(x: torch.Tensor, by: int, bits: int) -> torch.Tensor:
-    """x >> by, with zeros coming in from above."""
-    return (x >> by) & ((1 << (bits - by)) - 1)
+    """x >> by, with zeros coming in from above. The operator itself is a division in torch_xla."""
+    return torch.bitwise_right_shift(x, by) & ((1 << (bits - by)) - 1)
 
 
 def _signed(value: int, bits: int) -> int:
@@ -59,7 +59,8 @@ def sample(logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
     logits = logits.float()
     greedy = logits.argmax(-1)
     tokens = greedy if rows.all_greedy else _drawn(logits, rows, greedy)
-    bad = logits.isnan().any(-1) | (logits.amax(-1) == float("-inf"))
+    # Not by the largest: in torch_xla a maximum begins at the lowest finite number.
+    bad = logits.isnan().any(-1) | ~(logits > float("-inf")).any(-1)
     return torch.where(bad, torch.full_like(tokens, -1), tokens)
 
 
