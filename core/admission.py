@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.core.blocks import BlockManager
+from octavo.core.contract_data import Lane
+from octavo.core.lanes import LaneError, LaneSet
 from octavo.core.types import ParamError, Request, RequestRefused
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What one step and one sequence may hold."""
+    """What one step and one sequence may hold. Without `lanes` there is one mixed lane, of
+    `max_num_batched_tokens` in multiples of `chunk_multiple`."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -18,14 +21,34 @@ class SchedulerLimits:
     max_logits_rows: int = 512
     chunk_multiple: int = 1
     fcfs_only: bool = False
+    lanes: tuple[Lane, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_logits_rows <= self.max_num_seqs:
+        if not self.lanes and self.max_logits_rows <= self.max_num_seqs:
             raise ValueError(
                 f"max_logits_rows ({self.max_logits_rows}) must exceed max_num_seqs "
                 f"({self.max_num_seqs}): each sequence may draw in the same step, and a prompt whose "
                 "log-probabilities are asked for needs a row beside them"
             )
+
+    def lane_set(self) -> LaneSet:
+        """The lanes as the scheduler drives them.
+
+        Raises:
+            LaneError: they cannot be driven, or not for so many sequences.
+        """
+        one = Lane(
+            max_seqs=self.max_num_seqs,
+            max_tokens=self.max_num_batched_tokens,
+            chunk_multiple=min(self.chunk_multiple, self.max_num_batched_tokens),
+        )
+        lanes = LaneSet(self.lanes or (one,), self.max_logits_rows)
+        if lanes.max_num_seqs < self.max_num_seqs:
+            raise LaneError(
+                f"{self.max_num_seqs} sequences are to run, and a step of these lanes lets "
+                f"{lanes.max_num_seqs} decode: {self.lanes}"
+            )
+        return lanes
 
 
 def stored_tokens(max_len: int, prompt: int) -> int:
@@ -33,7 +56,7 @@ def stored_tokens(max_len: int, prompt: int) -> int:
     return max(prompt, max_len - 1)
 
 
-def longest(request: Request, limits: SchedulerLimits, blocks: BlockManager) -> int:
+def longest(request: Request, limits: SchedulerLimits, lanes: LaneSet, blocks: BlockManager) -> int:
     """Where the request's samples must end at the latest: prompt and output, in tokens.
 
     Raises:
@@ -60,6 +83,7 @@ def longest(request: Request, limits: SchedulerLimits, blocks: BlockManager) -> 
             "n",
             f"n={params.n} needs {params.n} sequences at once, this engine runs {limits.max_num_seqs}",
         )
+    _check_lanes(request, lanes)
     max_len = limits.max_model_len
     if params.max_tokens is not None:
         max_len = min(max_len, prompt + params.max_tokens)
@@ -75,6 +99,30 @@ def longest(request: Request, limits: SchedulerLimits, blocks: BlockManager) -> 
             "shorten it or start with a larger --kv-memory",
         )
     return max_len
+
+
+def _check_lanes(request: Request, lanes: LaneSet) -> None:
+    """Refuses what no batch could ever hold."""
+    params, prompt = request.params, len(request.prompt_token_ids)
+    whole, rows = lanes.longest_whole, lanes.prompt_rows
+    if whole is not None and prompt > whole:
+        raise RequestRefused(
+            "prompt",
+            f"the prompt has {prompt} tokens; this device computes prompts whole, of at most {whole} tokens",
+        )
+    if params.n > rows:
+        raise RequestRefused(
+            "n",
+            f"n={params.n} draws {params.n} tokens from one prompt, this device {rows} in a step",
+        )
+    if params.prompt_logprobs is not None:
+        need = params.n + (prompt if whole is not None else 1)
+        if need > rows:
+            raise RequestRefused(
+                "prompt_logprobs",
+                f"prompt_logprobs of this prompt ({prompt} tokens, n={params.n}) needs {need} rows of "
+                f"logits in one step, this device has {rows}",
+            )
 
 
 def mixed_seed(seed: int, order: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.core.contract import Lane
-from octavo.core.types import Batch, Int32, Int64, ScheduledTokens, StepPlan
+from octavo.core.types import Batch, BatchKind, Int32, Int64, ScheduledTokens, StepPlan
 
 
 def bucket(size: int, buckets: Sequence[int]) -> int:
@@ -30,6 +30,19 @@ def prompt_logprob_rows(item: ScheduledTokens) -> range:
         return range(0)
     last = min(item.start + item.count, item.sequence.num_prompt - 1)
     return range(max(item.start, item.sequence.prompt_logprobs_done), last)
+
+
+def lane_kind(lane: Lane) -> BatchKind | None:
+    """The kind of all of a lane's batches; None where each has its own."""
+    return lane.kinds[0] if len(lane.kinds) == 1 and lane.kinds[0] != "mixed" else None
+
+
+def _kind(items: Sequence[ScheduledTokens], decodes: bool) -> BatchKind:
+    """What a mixed lane's batch holds. decodes: that all items are one token that is drawn from."""
+    if decodes:
+        return "decode"
+    prompts = [item for item in items if item.count > 1 or item.samples != 1 or item.all_logits]
+    return "prefill" if len(prompts) == len(items) else "mixed"
 
 
 class _Buffers:
@@ -107,9 +120,14 @@ class BatchBuilder:
     Args:
         groups: KV groups; all have the same slots and tables.
         depth: sets of buffers.
+        index: the lane's place in the plan.
     """
 
-    def __init__(self, lane: Lane, block_size: int, groups: int = 1, depth: int = 2) -> None:
+    def __init__(
+        self, lane: Lane, block_size: int, groups: int = 1, depth: int = 2, index: int = 0
+    ) -> None:
+        self._index = index
+        self._kind = lane_kind(lane)
         self._lane, self._block_size, self._groups = lane, block_size, groups
         self._buffers = [_Buffers() for _ in range(depth)]
         self._built = 0
@@ -125,21 +143,23 @@ class BatchBuilder:
         num_rows = seqs if rows is None else len(rows)
         padded_tokens = bucket(tokens, lane.token_buckets)
         padded_seqs = bucket(seqs, lane.seq_buckets)
+        padded_rows = bucket(num_rows, lane.row_buckets)
         width = bucket(max([item.sequence.num_blocks for item in items]), lane.block_buckets)
         while len(self._arange) <= tokens:
             self._arange = np.arange(2 * len(self._arange))
         buffers = self._buffers[self._built % len(self._buffers)]
         self._built += 1
-        buffers.reserve(padded_tokens, padded_seqs, width, num_rows)
+        buffers.reserve(padded_tokens, padded_seqs, width, padded_rows)
         table = buffers.fill_tables(items, padded_seqs)
         token_ids, positions = buffers.token_ids[:padded_tokens], buffers.positions[:padded_tokens]
         slots = buffers.slots[:padded_tokens]
         query_start = buffers.query_start[: padded_seqs + 1]
         context_lens = buffers.context_lens[:padded_seqs]
-        logits_rows = buffers.logits_rows[:num_rows]
+        logits_rows = buffers.logits_rows[:padded_rows]
         fill = self._fill_prompts if rows is not None else self._fill_decodes
         row_of = fill(items, tokens, token_ids, positions, query_start)
-        logits_rows[:] = self._arange[:seqs] if rows is None else rows
+        logits_rows[:num_rows] = self._arange[:seqs] if rows is None else rows
+        logits_rows[num_rows:] = 0
 
         at = positions[:tokens]
         block, offset = np.divmod(at, self._block_size)
@@ -164,6 +184,9 @@ class BatchBuilder:
             block_tables=(table,) * self._groups,
             max_query_len=max([item.count for item in items]),
             max_context_len=max([item.start + item.count for item in items]),
+            lane=self._index,
+            kind=self._kind or _kind(items, rows is None),
+            num_rows=num_rows,
         )
 
     def _fill_decodes(

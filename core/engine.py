@@ -60,9 +60,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRunner(Protocol):
-    """What computes a step."""
+    """What computes a step. `compilations`: programs that its device has built so far."""
+
+    @property
+    def compilations(self) -> int: ...
 
     def execute(self, step: StepPlan) -> StepResult: ...
+
+    def recover(self) -> bool:
+        """After a step that failed: whether the KV cache was lost, and is a new and empty one now."""
+        ...
 
     def close(self) -> None: ...
 
@@ -127,7 +134,7 @@ class Engine:
 
     def step(self) -> list[SequenceUpdate]:
         """Runs one step and returns what it brought. A step that fails ends its own requests with
-        finish reason "error"; the others go on.
+        finish reason "error"; the others go on, from their beginning if the KV cache was lost.
 
         Raises:
             EngineStuck: unfinished requests, but no step to run.
@@ -143,7 +150,13 @@ class Engine:
             result = self._runner.execute(plan)
         except Exception as error:
             logger.exception("step %d failed", plan.step)
-            return self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
+            message = f"the step failed: {type(error).__name__}: {error}"
+            updates = self.scheduler.fail(plan, message)
+            if self._runner.recover():
+                logger.error(
+                    "its KV cache was lost: %d sequences begin again", self.scheduler.restart()
+                )
+            return updates
         ran = time.perf_counter()
         updates = self.scheduler.commit(plan, result)
         self.runner_seconds += ran - planned
@@ -151,7 +164,8 @@ class Engine:
         return updates
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        return msgspec.structs.replace(stats, compilations=self._runner.compilations)
 
     def shutdown(self) -> None:
         """Ends every request and lets the weights go."""

@@ -82,11 +82,15 @@ class Roster:
     def preempt(self, sequence: Sequence) -> None:
         """Takes a sequence that has no part in this step's plan yet, and so no copy in it, back to
         the queue."""
-        self._release(sequence)
-        sequence.num_computed = 0
+        self.suspend(sequence)
         sequence.preemptions += 1
         sequence.timings.num_preemptions += 1
         self.counts["preemptions"] += 1
+
+    def suspend(self, sequence: Sequence) -> None:
+        """A running sequence waits again, without blocks."""
+        self._release(sequence)
+        sequence.num_computed = 0
         self.waiting.push(sequence)
 
     def fork(self, sequence: Sequence, samples: int) -> list[Sequence | None]:

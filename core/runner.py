@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from octavo.core.bad_words import VocabularyIndex
 from octavo.core.batch import BatchBuilder
@@ -18,9 +20,11 @@ from octavo.core.contract import (
     Program,
     StepOut,
 )
+from octavo.core.loading.progress import Progress
 from octavo.core.models.base import Model
-from octavo.core.sampler import Sampler
-from octavo.core.types import Batch, StepPlan, StepResult
+from octavo.core.sampler import Sampler, StaticSampler, sample_program
+from octavo.core.types import Batch, StepPlan, StepResult, TokenLogprobs
+from octavo.core.warm_up import example_batches
 
 
 def forward_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
@@ -42,7 +46,7 @@ class Runner:
 
     Args:
         weights: packed weights and tables by name.
-        kv: one handle per layer.
+        kv: one handle per layer; alloc_kv: makes such a KV cache anew, empty.
         vocabulary: skip_special -> the vocabulary's bytes, for bad_words.
     """
 
@@ -55,17 +59,55 @@ class Runner:
         model: Model,
         weights: Mapping[str, PackedWeight],
         kv: list[Handle],
+        alloc_kv: Callable[[], list[Handle]],
         vocabulary: Callable[[bool], VocabularyIndex],
         num_groups: int = 1,
     ) -> None:
         self._backend, self._device, self._ops = backend, device, ops
         self._weights, self._kv = weights, kv
-        self._builders = [BatchBuilder(lane, plan.block_size, num_groups) for lane in plan.lanes]
-        self._forward = backend.compile(
-            Program("forward", forward_program(model), model), plan, device
+        self._alloc_kv = alloc_kv
+        self._builders = [
+            BatchBuilder(lane, plan.block_size, num_groups, index=i)
+            for i, lane in enumerate(plan.lanes)
+        ]
+        self._plan, self._groups = plan, num_groups
+        forward = Program("forward", forward_program(model), model, groups=num_groups)
+        self._forward = backend.compile(forward, plan, device)
+        self._lanes = plan.lanes
+        where = backend.torch_device(device)
+        static = backend.capabilities(device).shapes == "static"
+        draw = sample_program(ops) if static else ops.sample
+        sample = Program("sample", draw, model, groups=num_groups)
+        self._sample = backend.compile(sample, plan, device)
+        self._sampler = (
+            StaticSampler(self._sample, where, vocabulary)
+            if static
+            else Sampler(self._sample, ops, where, vocabulary)
         )
-        sample = backend.compile(Program("sample", ops.sample, model), plan, device)
-        self._sampler = Sampler(sample, ops, backend.torch_device(device), vocabulary)
+
+    def warm_up(self, progress: Progress) -> int:
+        """Runs the programs once at every shape that a step can have, so that none is compiled later.
+        Returns how many shapes there are."""
+        import torch
+
+        batches = list(example_batches(self._plan.lanes, self._groups))
+        task = progress.task(f"Warming up {len(batches)} shapes", len(batches))
+        seen: set[tuple[int, ...]] = set()
+        with torch.inference_mode():
+            for batch in batches:
+                logits = self._run(batch).logits
+                if tuple(logits.shape) not in seen:
+                    seen.add(tuple(logits.shape))
+                    self._sampler.warm_up(logits)
+                task.advance(1)
+        task.close()
+        return len(batches)
+
+    @property
+    def compilations(self) -> int:
+        """Programs that the backend says it has built."""
+        programs = (self._forward, self._sample)
+        return sum(int(getattr(program, "compilations", 0)) for program in programs)
 
     def execute(self, step: StepPlan) -> StepResult:
         """Copies blocks, runs the forward pass and draws the step's tokens."""
@@ -74,18 +116,48 @@ class Runner:
         with torch.inference_mode():
             if step.copies:
                 self._kv = self._ops.copy_blocks(self._kv, step.copies)
-            batch = self._build(step)
-            inputs = self._backend.prepare(batch, None, self._device)
-            out, self._kv = self._forward(self._weights, self._kv, inputs)
-            return self._sampler.run(step, out.logits)
+            # All lanes are under way before the host waits for the first one's tokens.
+            under_way = []
+            for part in step.parts:
+                batch = self._build(part)
+                padded = batch.num_rows if self._lanes[part.lane].row_buckets else None
+                under_way.append((part, self._run(batch).logits, padded))
+            found = [self._sampler.run(part, logits, rows) for part, logits, rows in under_way]
+        return found[0] if len(found) == 1 else _joined(found)
 
-    def _build(self, step: StepPlan) -> Batch:
-        return self._builders[step.lane].build(step)
+    def _build(self, part: StepPlan) -> Batch:
+        return self._builders[part.lane].build(part)
+
+    def _run(self, batch: Batch) -> StepOut:
+        """The forward pass of one lane's batch."""
+        inputs = self._backend.prepare(batch, None, self._device)
+        out: StepOut
+        out, self._kv = self._forward(self._weights, self._kv, inputs)
+        return out
+
+    def recover(self) -> bool:
+        """After a step that failed: whether the KV cache was lost, and is a new and empty one now."""
+        if not self._ops.kv_lost(self._kv):
+            return False
+        self._kv = []  # before there is another
+        self._kv = self._alloc_kv()
+        return True
 
     def close(self) -> None:
         """Drops weights and KV cache."""
         self._weights, self._kv = {}, []
+        self._alloc_kv = list
 
     @property
     def kv(self) -> list[Any]:
         return self._kv
+
+
+def _joined(found: Sequence[StepResult]) -> StepResult:
+    """The results of a step's lanes as one."""
+    logprobs: list[TokenLogprobs | None] = []
+    if any(result.logprobs for result in found):
+        for result in found:
+            logprobs.extend(result.logprobs or [None] * len(result.tokens))
+    prompt = {name: entries for result in found for name, entries in result.prompt_logprobs.items()}
+    return StepResult(np.concatenate([result.tokens for result in found]), logprobs, prompt)

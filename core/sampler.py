@@ -81,6 +81,30 @@ class DrawState:
         self.plain = self.greedy and not self.changes_logits and self.logprobs is None
 
 
+class _Neutral:
+    """How a row is drawn whose token nobody wants: the cheapest way."""
+
+    greedy = True
+    temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
+
+
+_NEUTRAL = _Neutral()
+Drawing = DrawState | _Neutral
+
+
+def sample_program(ops: Ops) -> Callable[[torch.Tensor, SampleInputs], torch.Tensor]:
+    """The whole draw as one program, for devices that run nothing else: logits [L, V] of any float
+    dtype to tokens [L], -1 also where the drawn logit is not finite."""
+
+    def sample(logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
+        wide = logits.float()
+        picked = ops.sample(wide, rows)
+        finite = wide.gather(1, picked.clamp_min(0)[:, None])[:, 0].isfinite()
+        return torch.where(finite, picked, -1)
+
+    return sample
+
+
 def _ids(values: Sequence[int]) -> Int64:
     return np.array(values, np.int64)
 
@@ -107,24 +131,29 @@ class Sampler:
         self._device = device
         self._vocabulary = vocabulary
         self._greedy: dict[int, SampleInputs] = {}  # by number of rows
-        self._drawn_by: list[DrawState] = []  # whose inputs these are, a row each
-        self._inputs: SampleInputs | None = None
+        # By lane: whose inputs these are, a row each, and the inputs.
+        self._inputs: dict[int, tuple[list[Drawing], SampleInputs]] = {}
 
-    def run(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
-        """logits [L, V] belong to `Batch.logits_rows`: rows to draw from, then prompt rows."""
+    def run(self, plan: StepPlan, logits: torch.Tensor, num_rows: int | None = None) -> StepResult:
+        """logits [L, V] belong to `Batch.logits_rows`: rows to draw from, then prompt rows.
+
+        num_rows: how many are no padding, where they are padded; then all are drawn from.
+        """
         items = [item for item in plan.items if item.samples]
         count = sum([item.samples for item in items])
-        drawn = logits[:count]
+        size = count if num_rows is None else len(logits)
+        drawn = logits[:size]
         prompt: dict[str, list[TokenLogprobs]] = {}
-        if len(logits) > count:
-            prompt = self._prompt_logprobs(plan, logits[count:])
+        rows = len(logits) if num_rows is None else num_rows
+        if rows > count:
+            prompt = self._prompt_logprobs(plan, logits[count:rows])
         if not count:
             return StepResult(tokens=np.zeros(0, np.int64), prompt_logprobs=prompt)
         if drawn.dtype != torch.float32:
             drawn = drawn.float()
         states = [self._state(item.sequence) for item in items]
         if len([state for state in states if state.plain]) == len(states):
-            tokens = self._draw(drawn, self._greedy_inputs(count))
+            tokens = self._draw(drawn, self._greedy_inputs(size))[:count]
             return StepResult(tokens=tokens, prompt_logprobs=prompt)
         if count > len(items):
             states = [s for s, item in zip(states, items, strict=True) for _ in range(item.samples)]
@@ -135,7 +164,8 @@ class Sampler:
         if changed:
             raw = drawn.clone() if wanted else drawn
             self._change(drawn, sequences, states, changed)
-        tokens = self._draw(drawn, self._sample_inputs(items, sequences, states))
+        inputs = self._sample_inputs(plan.lane, items, sequences, states, size)
+        tokens = self._draw(drawn, inputs)[:count]
         logprobs: list[TokenLogprobs | None] = []
         if wanted:
             logprobs = [None] * count
@@ -148,6 +178,17 @@ class Sampler:
                 if math.isnan(entry.logprob) or math.isnan(sum(entry.top_logprobs)):
                     tokens[i] = -1  # the fault lies in logits that parameters had masked
         return StepResult(tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Runs the program once for greedy rows alone and once as other rows have it, on these logits
+        of whatever value."""
+        greedy = self._greedy_inputs(len(logits))
+        for inputs in (greedy, replace(greedy, all_greedy=False)):
+            self._sample(self._for_program(logits), inputs).cpu()
+
+    def _for_program(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits in the dtype that the program takes."""
+        return logits.float()
 
     def _draw(self, logits: torch.Tensor, inputs: SampleInputs) -> Int64:
         picked = self._sample(logits, inputs)
@@ -181,26 +222,35 @@ class Sampler:
         return inputs
 
     def _sample_inputs(
-        self, items: list[ScheduledTokens], sequences: list[Seq], states: list[DrawState]
+        self,
+        lane: int,
+        items: list[ScheduledTokens],
+        sequences: list[Seq],
+        states: Sequence[Drawing],
+        size: int,
     ) -> SampleInputs:
-        """What each row draws by. From one decode step to the next only the counter moves."""
+        """What each of `size` rows draws by, those behind `states` as padding. From one decode step of a
+        lane to the next only the counter moves."""
+        padding = size - len(states)
         if len([state for state in states if state.greedy]) == len(states):
-            return self._greedy_inputs(len(states))
-        counter = self._up([sequence.num_output for sequence in sequences], np.int64)
+            return self._greedy_inputs(size)
+        counter = self._up([s.num_output for s in sequences] + [0] * padding, np.int64)
+        states = [*states, *[_NEUTRAL] * padding]
         # A sequence draws for its siblings in one step only, so equal rows have equal seeds.
-        if self._inputs is not None and states == self._drawn_by:
-            return replace(self._inputs, counter=counter)
+        drawn_by, inputs = self._inputs.get(lane, ([], None))
+        if inputs is not None and states == drawn_by:
+            return replace(inputs, counter=counter)
         seeds = [item.sequence.sample_seed(k) for item in items for k in range(item.samples)]
-        self._drawn_by = states
-        self._inputs = SampleInputs(
+        inputs = SampleInputs(
             temperature=self._up([state.temperature for state in states], np.float32),
             top_k=self._up([state.top_k for state in states], np.int32),
             top_p=self._up([state.top_p for state in states], np.float32),
             min_p=self._up([state.min_p for state in states], np.float32),
-            seed=self._up(np.array(seeds, np.uint64).view(np.int64), np.int64),
+            seed=self._up(np.array(seeds + [0] * padding, np.uint64).view(np.int64), np.int64),
             counter=counter,
         )
-        return self._inputs
+        self._inputs[lane] = states, inputs
+        return inputs
 
     # ------------------------------------------------------------------------ changing logits
 
@@ -290,6 +340,72 @@ class Sampler:
             found[sequence.request.id] = entries
             row += len(positions)
         return found
+
+
+class StaticSampler(Sampler):
+    """Draws where a device runs compiled programs of fixed shapes and nothing else.
+
+    Requests that take logits as they are and want no log-probabilities are drawn by the program, all
+    rows of the batch at once. The others are drawn on the host, from a float32 copy of their rows. Which
+    of the two depends on a request's own parameters alone, so its tokens do not depend on its neighbours.
+
+    Args:
+        sample: the compiled `sample_program`, for logits as the forward program returns them.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[torch.Tensor, SampleInputs], torch.Tensor],
+        device: str,
+        vocabulary: Callable[[bool], VocabularyIndex],
+    ) -> None:
+        host = Ops()
+        super().__init__(sample, host, device, vocabulary)
+        self._host = Sampler(host.sample, host, host.device, vocabulary)
+
+    def _for_program(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def run(self, plan: StepPlan, logits: torch.Tensor, num_rows: int | None = None) -> StepResult:
+        items = [item for item in plan.items if item.samples]
+        count = sum([item.samples for item in items])
+        states = [self._state(item.sequence) for item in items for _ in range(item.samples)]
+        plain = [not state.changes_logits and state.logprobs is None for state in states]
+        tokens = np.full(count, -1, np.int64)
+        if any(plain):
+            by: list[Drawing] = [s if p else _NEUTRAL for s, p in zip(states, plain, strict=True)]
+            sequences = [item.sequence for item in items for _ in range(item.samples)]
+            inputs = self._sample_inputs(plan.lane, items, sequences, by, len(logits))
+            tokens[:] = self._sample(logits, inputs).cpu().numpy()[:count]
+        if all(plain) and not any(item.all_logits for item in plan.items):
+            return StepResult(tokens)
+        return self._on_host(plan, logits, tokens, plain)
+
+    def _on_host(
+        self, plan: StepPlan, logits: torch.Tensor, tokens: Int64, plain: list[bool]
+    ) -> StepResult:
+        """Completes `tokens` by those of rows that are not `plain`, and adds log-probabilities."""
+        mine: list[ScheduledTokens] = []
+        drawn: list[int] = []
+        prompt: list[int] = []
+        row, prompt_row = 0, len(tokens)
+        for item in plan.items:
+            end, prompt_end = row + item.samples, prompt_row + len(prompt_logprob_rows(item))
+            if prompt_end > prompt_row or not all(plain[row:end]):
+                mine.append(item)
+                drawn.extend(range(row, end))
+                prompt.extend(range(prompt_row, prompt_end))
+            row, prompt_row = end, prompt_end
+        host = logits.cpu()[drawn + prompt].float()
+        found = self._host.run(StepPlan(plan.step, tuple(mine)), host)
+        kept = [i for i, at in enumerate(drawn) if not plain[at]]
+        tokens[[drawn[i] for i in kept]] = found.tokens[kept]
+        logprobs: list[TokenLogprobs | None] = []
+        if found.logprobs:
+            logprobs = [None] * len(tokens)
+            for i, entry in zip(drawn, found.logprobs, strict=True):
+                logprobs[i] = entry
+        return StepResult(tokens, logprobs, found.prompt_logprobs)
 
 
 def _at(index: Any, like: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 There are no prefill and decode phases: every sequence tries to bring `num_computed` up to
 `num_tokens` within one token budget, running sequences first, then waiting ones in order of
-(priority, arrival). Long prompts are so computed in chunks beside decoding neighbours.
+(priority, arrival). Long prompts are so computed in chunks beside decoding neighbours. A backend whose
+steps are not of one kind has them in several lanes (`lanes.py`); `planner.py` carries out the rules.
 
 Every request finishes, whatever the pool size:
 - One that could not hold its last token even alone is refused when it is added.
@@ -13,6 +14,7 @@ Every request finishes, whatever the pool size:
 - After `MAX_PREEMPTIONS` preemptions a sequence is admitted only with blocks up to its last possible
   token and is no longer chosen to make room: the number of preemptions per sequence is bounded.
 - Decoding sequences get their token before a prompt gets its chunk, so no long prompt stalls them.
+- Where prompts and decoding sequences have steps of their own, these alternate while both have work.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 
-from octavo.core.admission import SchedulerLimits, longest, mixed_seed, stored_tokens
-from octavo.core.blocks import BlockHash, BlockManager, extend_hashes, root_hash
+from octavo.core.admission import SchedulerLimits, longest, mixed_seed
+from octavo.core.blocks import BlockManager, extend_hashes, root_hash
 from octavo.core.outcome import sequence_update, stop_reason
+from octavo.core.planner import MAX_PREEMPTIONS, Planner
 from octavo.core.roster import Group, Roster
 from octavo.core.sequence import Sequence
 from octavo.core.stats import SchedulerStats
@@ -38,9 +40,7 @@ from octavo.core.types import (
     TokenLogprobs,
 )
 
-MAX_PREEMPTIONS = 3
-_MOST_PARKED = 32
-"""Waiting sequences that a step may set aside to look behind them: bounds the time it takes."""
+__all__ = ["MAX_PREEMPTIONS", "AbortTarget", "Scheduler"]
 
 AbortTarget = str | tuple[str, int]
 
@@ -56,7 +56,8 @@ class Scheduler:
         self._waiting = self.roster.waiting
         self._seed = seed
         self._order = 0
-        self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
+        self.lanes = limits.lane_set()
+        self._planner = Planner(self.roster, blocks, limits, self.lanes)
 
     # ------------------------------------------------------------------------------ in and out
 
@@ -69,7 +70,7 @@ class Scheduler:
         """
         if request.id in self.roster.groups:
             raise ParamError("request_id", f"request id {request.id!r} is in use")
-        max_len = longest(request, self.limits, self.blocks)
+        max_len = longest(request, self.limits, self.lanes, self.blocks)
         root = root_hash(request.adapter, request.cache_salt, request.image_hashes)
         seed = request.params.seed
         if seed is None:
@@ -115,6 +116,15 @@ class Scheduler:
                 updates.extend(self.roster.finish(item.sequence, [], "error", message))
         return updates
 
+    def restart(self) -> int:
+        """The KV cache holds nothing any more: all that run give up their blocks and are computed again,
+        and no prefix is known. Returns how many ran. It does not count as their preemption."""
+        lost = list(self.running)
+        for sequence in reversed(lost):
+            self.roster.suspend(sequence)
+        self.blocks.reset_cache()
+        return len(lost)
+
     def has_unfinished(self) -> bool:
         return bool(self.roster.groups)
 
@@ -137,181 +147,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing waits or runs."""
-        items: list[ScheduledTokens] = []
-        copies: dict[int, int] = {}  # destination -> source
-        preempted: list[str] = []
-        running = self.running
-        budget = self.limits.max_num_batched_tokens
-        rows = self.limits.max_logits_rows - self.roster.slots_taken  # each may draw in this step
-        decodes = _count_decoding(running)  # still to be planned
-        position = 0
-        while position < len(running) and budget > 0:
-            sequence = running[position]
-            start = sequence.num_computed
-            decoding = sequence.num_tokens - start == 1
-            if decoding and start < sequence.writable:  # most sequences of most steps
-                items.append(ScheduledTokens(sequence, start, 1, 1))
-                budget -= 1
-                decodes -= 1
-                position += 1
-                continue
-            item = self._tokens_for(sequence, budget if decoding else budget - decodes, rows)
-            decodes -= decoding
-            if item is None:  # no room for its tokens or rows of logits beside the others
-                position += 1
-                continue
-            already = len(preempted)
-            kept = self._reserve(sequence, item, position, copies, preempted)
-            if len(preempted) > already:  # who is gone claims no part of the budget
-                decodes = _count_decoding(running[position + kept :])
-            if not kept:
-                continue  # it had to go itself: the next one stands at its position
-            items.append(item)
-            budget -= item.count
-            rows -= item.count if item.all_logits else 0
-            position += 1
-        if not preempted or not items:  # else whoever was preempted would take the blocks back
-            self._admit(items, budget, rows)
-        if not items:
-            return None
-        self.roster.steps += 1
-        return StepPlan(
-            step=self.roster.steps,
-            items=tuple(items),
-            copies=tuple((source, target) for target, source in copies.items()),
-            preempted=tuple(preempted),
-        )
-
-    def _tokens_for(self, sequence: Sequence, budget: int, rows: int) -> ScheduledTokens | None:
-        start = sequence.num_computed
-        count = min(sequence.num_tokens - start, budget)
-        all_logits = sequence.wants_prompt_logprobs
-        if all_logits:
-            count = min(count, rows)
-        done = start + count == sequence.num_tokens
-        if not done and count > self.limits.chunk_multiple:
-            count -= count % self.limits.chunk_multiple
-        if count <= 0:
-            return None
-        samples = sequence.pending_samples if done and sequence.max_len > sequence.num_tokens else 0
-        return ScheduledTokens(sequence, start, count, samples, all_logits)
-
-    def _reserve(
-        self,
-        sequence: Sequence,
-        item: ScheduledTokens,
-        position: int,
-        copies: dict[int, int],
-        preempted: list[str],
-    ) -> bool:
-        """Blocks for the tokens of `item`, preempting from the end of `running`. False when the
-        sequence itself had to go."""
-        blocks = self.blocks
-        first = item.start // blocks.block_size
-        while True:
-            need = blocks.blocks_for(item.start + item.count) - sequence.num_blocks
-            shared = first < sequence.num_blocks and blocks.is_shared(
-                int(sequence.block_table[first])
-            )
-            if max(need, 0) + shared <= blocks.num_free:
-                break
-            victim = self._victim(position)
-            self.roster.preempt(victim)
-            preempted.append(victim.request.id)
-            if victim is sequence:
-                return False
-        if shared:
-            (target,) = blocks.allocate(1)
-            source = int(sequence.block_table[first])
-            copies[target] = source
-            sequence.replace_block(first, target)
-            blocks.free([source])
-        if need > 0:
-            sequence.add_blocks(blocks.allocate(need))
-        if item.count == item.samples == 1 and not item.all_logits:  # it decodes from now on
-            sequence.writable = sequence.num_blocks * blocks.block_size
-        return True
-
-    def _victim(self, position: int) -> Sequence:
-        for sequence in reversed(self.running[position:]):
-            if sequence.preemptions < MAX_PREEMPTIONS:
-                return sequence
-        return self.running[position]  # only after a fork: a parent's last block is shared again
-
-    def _admit(self, items: list[ScheduledTokens], budget: int, rows: int) -> None:
-        waiting, slots, parked = self._waiting, self.limits.max_num_seqs, 0
-        while budget > 0 and self.roster.slots_taken < slots and (sequence := waiting.first()):
-            # Who found no room finds none before something is given back.
-            moment = sequence, self.blocks.frees, self.roster.slots_taken
-            if self._no_room == moment:
-                return
-            hits: list[int] = []
-            shares = self.blocks.prefix_caching and not sequence.wants_prompt_logprobs
-            if shares:
-                hits, awaited = self._known_prefix(sequence)
-                if awaited is not None:
-                    if parked == _MOST_PARKED:
-                        return
-                    waiting.park(awaited)
-                    parked += 1
-                    continue
-            if self.roster.slots_taken + sequence.pending_samples > slots:
-                self._no_room = moment
-                return
-            rows -= sequence.pending_samples
-            if rows < sequence.wants_prompt_logprobs:
-                return
-            if not self._take_blocks(sequence, hits):
-                self._no_room = moment
-                return
-            item = self._tokens_for(sequence, budget, rows)
-            assert item is not None
-            self.roster.start(sequence)
-            self._no_room = None
-            if shares:
-                waiting.promise(sequence)
-            items.append(item)
-            budget -= item.count
-            rows -= item.count if item.all_logits else 0
-
-    def _known_prefix(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
-        """The cached blocks that a waiting sequence begins with, and which block to wait for that a
-        running one is computing behind them. The last token is always computed."""
-        size = self.blocks.block_size
-        extend_hashes(sequence.hashes, sequence.root, sequence.tokens[: sequence.num_tokens], size)
-        findable = (sequence.num_tokens - 1) // size
-        hits = self.blocks.lookup(sequence.hashes[:findable])
-        return hits, self._waiting.awaited(sequence, len(hits), findable)
-
-    def _take_blocks(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Prefix hits and new blocks for every known token, and room for the neighbours to grow."""
-        blocks, size = self.blocks, self.blocks.block_size
-        target = sequence.num_tokens
-        spare = 0
-        if sequence.preemptions >= MAX_PREEMPTIONS:
-            target = stored_tokens(sequence.max_len, sequence.num_prompt)
-        elif self.running:
-            spare = len(self.running)
-        need = blocks.blocks_for(target) - len(hits)
-        from_free = blocks.count_free(hits)
-        if need + from_free + spare > blocks.num_free:
-            return False
-        blocks.acquire(hits)
-        sequence.num_remembered = len(hits)
-        sequence.add_blocks(hits)
-        sequence.add_blocks(blocks.allocate(need))
-        sequence.num_computed = len(hits) * size
-        self._account_hits(sequence)
-        return True
-
-    def _account_hits(self, sequence: Sequence) -> None:
-        if sequence.preemptions:
-            sequence.timings.num_recomputed_tokens += sequence.num_tokens - sequence.num_computed
-            return
-        sequence.num_cached = sequence.num_computed
-        sequence.timings.num_cached_tokens = sequence.num_computed
-        self.roster.counts["query"] += sequence.num_tokens
-        self.roster.counts["hit"] += sequence.num_computed
+        return self._planner.plan()
 
     # ------------------------------------------------------------------------------ after a step
 
@@ -319,7 +155,7 @@ class Scheduler:
         """Takes a step's tokens: advances, remembers full blocks, forks samples, finishes, frees."""
         updates: list[SequenceUpdate] = []
         tokens: list[int] = result.tokens.tolist()
-        size, remembers = self.blocks.block_size, self.blocks.prefix_caching
+        size, remembers = self.blocks.block_size, self._planner.shares
         now = time.monotonic()
         row = 0
         for item in plan.items:
@@ -440,7 +276,3 @@ class Scheduler:
             sequence.prompt_logprobs = []
         sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.request.id, ()))
         return None if sequence.wants_prompt_logprobs else sequence.prompt_logprobs
-
-
-def _count_decoding(sequences: SequenceOf[Sequence]) -> int:
-    return sum([s.num_tokens - s.num_computed == 1 for s in sequences])

@@ -34,6 +34,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int
     prefix_waits: int  # times that a sequence was made to wait for a prefix
     finished: dict[str, int]
+    compilations: int = 0  # programs that the backend has built; none are built after the start
 
 
 def unfilled_slots(running: Iterable[Sequence], block_size: int) -> int:

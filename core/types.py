@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+BatchKind = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -370,24 +371,41 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Who runs this step. `copies` (source block, destination block) run before anything is written;
-    every destination stands in it once."""
+    every destination stands in it once.
+
+    All items are of `lane`, unless several lanes share the step: then `lanes` has each lane's index
+    and how many of `items` are its own, in order.
+    """
 
     step: int
     items: tuple[ScheduledTokens, ...]
     copies: tuple[tuple[int, int], ...] = ()
     preempted: tuple[str, ...] = ()
     lane: int = 0
+    lanes: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum([item.count for item in self.items])
+
+    @property
+    def parts(self) -> tuple[StepPlan, ...]:
+        """The plan cut by lanes, without copies: a batch each."""
+        if not self.lanes:
+            return (self,)
+        found = []
+        start = 0
+        for lane, count in self.lanes:
+            found.append(StepPlan(self.step, self.items[start : start + count], lane=lane))
+            start += count
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One lane of a step as plain host arrays, padded to the lane's bucket.
 
-    T tokens (padded), S sequences (padded), L rows of logits. Per KV group g: `slots[g]` [T] int64,
+    T tokens, S sequences and L rows of logits, all padded. Per KV group g: `slots[g]` [T] int64,
     `block_tables[g]` [S, blocks] int32 (0, the null block, where unused). A slot of -1 is padding.
 
     The arrays are views of buffers that are used again: they hold until the step is done, and while
@@ -400,12 +418,17 @@ class Batch:
     positions: Int64  # [T]
     query_start: Int32  # [S + 1], padded with its last value
     context_lens: Int32  # [S], tokens in the KV cache once this step is written; 0 for padding
-    logits_rows: Int32  # [L], rows of T; a row may stand there more than once
+    logits_rows: Int32  # [L], rows of T; a row may stand there more than once; padded with row 0
     slots: tuple[Int64, ...]
     block_tables: tuple[Int32, ...]
     token_src: Int32 | None = None  # [T]; i >= 0: the token is row i of the step before
     max_query_len: int = 0
     max_context_len: int = 0
+    lane: int = 0  # index in `ExecutionPlan.lanes`
+    # The lane's kind where it has one. In a mixed lane: "decode" when every item is one token that is
+    # drawn from once, "prefill" when none is.
+    kind: BatchKind = "mixed"
+    num_rows: int = 0  # L without padding
 
 
 @dataclass(frozen=True, slots=True)

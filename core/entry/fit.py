@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry import wiring
+from octavo.core.lanes import LaneSet
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.packing import check_weights
 from octavo.core.loading.progress import Progress
@@ -83,7 +84,8 @@ def fit(
     _check_header(model, placed, files, phases)
     measured = resolved.backend.memory(resolved.device)
     total, free = (memory, memory) if memory is not None else (measured.total, measured.free)
-    weights, lane = wiring.weight_bytes(placed, ops, made.dtype), made.plan.lanes[0]
+    weights = wiring.weight_bytes(placed, ops, made.dtype)
+    lanes = LaneSet(made.plan.lanes, made.plan.max_logits_rows)
     block = wiring.kv_block_bytes(made, ops)
     base = Fit(
         fits=True,
@@ -102,8 +104,8 @@ def fit(
         kv_bytes_per_token=block // made.plan.block_size,
         block_size=made.plan.block_size,
         block_bytes=block,
-        max_num_seqs=min(config.max_num_seqs, lane.max_seqs),
-        max_num_batched_tokens=lane.max_tokens,
+        max_num_seqs=min(config.max_num_seqs, lanes.max_num_seqs),
+        max_num_batched_tokens=lanes.max_tokens,
     )
     if weights >= free:
         problem = f"the weights take {weights:,} bytes, {free:,} are free on {resolved.device}"

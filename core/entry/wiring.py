@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.admission import SchedulerLimits
@@ -17,6 +17,7 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.numbers import choose_numbers
+from octavo.core.lanes import LaneError, LaneSet
 from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.packing import load_weights
@@ -129,20 +130,9 @@ def build_engine(
         free = max(0, _free(backend, device, where) - loaded.mapped_bytes)
         num_blocks, block_bytes = size_kv(config, made, ops, free)
         max_len = context_length(config, limits, plan, num_blocks, phases)
-        kv = ops.alloc_kv(shape.kv, num_blocks, plan.block_size)
-    lane = plan.lanes[0]
-    scheduler = Scheduler(
-        BlockManager(num_blocks, plan.block_size, config.enable_prefix_caching),
-        SchedulerLimits(
-            max_num_seqs=min(config.max_num_seqs, lane.max_seqs),
-            max_num_batched_tokens=lane.max_tokens,
-            max_model_len=max_len,
-            max_logits_rows=plan.max_logits_rows,
-            chunk_multiple=lane.chunk_multiple,
-            fcfs_only=config.scheduling_policy == "fcfs",
-        ),
-        config.seed,
-    )
+        alloc_kv = partial(ops.alloc_kv, shape.kv, num_blocks, plan.block_size)
+        kv = alloc_kv()
+    scheduler = make_scheduler(config, made, num_blocks, max_len, phases)
     from octavo.core.runner import Runner
 
     with phases("warm up"):
@@ -154,9 +144,13 @@ def build_engine(
             model,
             weights,
             kv,
+            alloc_kv,
             _vocabulary(files, shape.vocab_size),
             len(shape.kv),
         )
+        if backend.capabilities(device).shapes != "dynamic":
+            count = runner.warm_up(progress)
+            phases.notes.append(f"{count} shapes of steps were run once")
     info = ModelInfo(
         name=files.name,
         architecture=made.model_class.__name__,
@@ -174,13 +168,36 @@ def build_engine(
         kv_bytes=num_blocks * block_bytes,
         weight_bytes=weight_bytes(placed, ops, made.dtype),
         max_num_seqs=scheduler.limits.max_num_seqs,
-        max_num_batched_tokens=lane.max_tokens,
+        max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
         phases=phases.seconds,
         notes=tuple(phases.notes),
         capabilities=asdict(backend.capabilities(device)),
     )
     return Engine(scheduler, runner, info)
+
+
+def make_scheduler(
+    config: EngineConfig, made: Design, num_blocks: int, max_len: int, phases: Phases
+) -> Scheduler:
+    """The scheduler that drives the plan's lanes, over an empty KV cache."""
+    plan = made.plan
+    lanes = LaneSet(plan.lanes, plan.max_logits_rows)
+    caching = config.enable_prefix_caching
+    if caching and lanes.longest_whole is not None:
+        caching = False
+        phases.notes.append(
+            f"no prefix caching: this device computes prompts whole, of at most {lanes.longest_whole} tokens"
+        )
+    limits = SchedulerLimits(
+        max_num_seqs=min(config.max_num_seqs, lanes.max_num_seqs),
+        max_num_batched_tokens=lanes.max_tokens,
+        max_model_len=max_len,
+        max_logits_rows=plan.max_logits_rows,
+        fcfs_only=config.scheduling_policy == "fcfs",
+        lanes=plan.lanes,
+    )
+    return Scheduler(BlockManager(num_blocks, plan.block_size, caching), limits, config.seed)
 
 
 def _bind(config: EngineConfig, phases: Phases) -> Binding | None:
@@ -336,21 +353,26 @@ def _validated(
                     f"{who} has no attention for head size {size}; it takes multiples of {step} "
                     f"from {low} to {high}. --device reference takes any"
                 )
-    if len(plan.lanes) != 1 or "mixed" not in plan.lanes[0].kinds:
-        raise ConfigError(
-            f"{who} asks for lanes that this engine cannot schedule yet: {plan.lanes}"
-        )
-    seqs = min(config.max_num_seqs, plan.lanes[0].max_seqs)
-    if plan.max_logits_rows <= seqs:
-        raise ConfigError(
-            f"{who} computes {plan.max_logits_rows} rows of logits in a step, and {seqs} sequences may "
-            f"each draw from one: use --max-num-seqs {plan.max_logits_rows - 1} or less"
-        )
+    _check_rows(plan, config, who)
     if (plan.layout, plan.world_size) != ("ranks", 1):
         raise ConfigError(
             f"{who} asks for {plan.world_size} ranks ({plan.layout}); this engine runs one"
         )
     return plan
+
+
+def _check_rows(plan: ExecutionPlan, config: EngineConfig, who: str) -> None:
+    """Raises ConfigError: lanes that cannot be driven, or too few rows of logits for a step of theirs."""
+    try:
+        lanes = LaneSet(plan.lanes, plan.max_logits_rows)
+    except LaneError as error:
+        raise ConfigError(f"{who} proposes a plan that cannot be carried out: {error}") from error
+    seqs = min(config.max_num_seqs, max(lane.max_seqs for lane in plan.lanes))
+    if plan.max_logits_rows <= seqs and any(mode.shared for mode in lanes.modes):
+        raise ConfigError(
+            f"{who} computes {plan.max_logits_rows} rows of logits in a step, and {seqs} sequences may "
+            f"each draw from one: use --max-num-seqs {plan.max_logits_rows - 1} or less"
+        )
 
 
 def weight_bytes(placed: Placement, ops: Ops, dtype: str) -> int:
@@ -400,8 +422,12 @@ def size_kv(config: EngineConfig, made: Design, ops: Ops, free: int) -> tuple[in
 def context_length(
     config: EngineConfig, limits: Limits, plan: ExecutionPlan, num_blocks: int, phases: Phases
 ) -> int:
-    """The longest sequence: the model's context, or what the KV cache holds when that is less."""
+    """The longest sequence: the model's context, or what the KV cache or a block table of the device
+    holds when that is less."""
+    widest = LaneSet(plan.lanes, plan.max_logits_rows).max_blocks
     pool = (num_blocks - 1) * plan.block_size
+    if widest is not None and widest < num_blocks - 1:
+        return _shortened(config, limits, widest * plan.block_size, phases)
     if limits.max_model_len <= pool:
         return limits.max_model_len
     if config.max_model_len is not None:
@@ -414,6 +440,22 @@ def context_length(
         f"max_model_len {pool}: the KV cache holds no more (the model allows {limits.max_model_len})"
     )
     return pool
+
+
+def _shortened(config: EngineConfig, limits: Limits, most: int, phases: Phases) -> int:
+    """The model's context, or what the widest block table holds when that is less."""
+    if limits.max_model_len <= most:
+        return limits.max_model_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} exceeds what a sequence may have on this device, "
+            f"whose widest block table holds {most} tokens: use at most {most}"
+        )
+    phases.notes.append(
+        f"max_model_len {most}: the device's widest block table holds no more (the model allows "
+        f"{limits.max_model_len})"
+    )
+    return most
 
 
 def _vocabulary(files: ModelFiles, vocab_size: int) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from support import EOS, VOCAB, Rig, expected_tokens, request, rig
 
+from octavo.core.contract import Lane
+from octavo.core.lanes import LaneSet
 from octavo.core.scheduler import MAX_PREEMPTIONS
 from octavo.core.types import Request, RequestRefused, StepPlan
 from octavo.core.waiting import MAX_PREFIX_WAITS
@@ -52,6 +54,8 @@ class Scenario:
     arrivals: tuple[Arrival, ...]
     aborts: tuple[Abort, ...]
     failures: tuple[int, ...] = ()  # steps that fail
+    lanes: tuple[Lane, ...] = ()
+    losses: bool = False  # whether a step that fails takes the KV cache with it
 
 
 _COMMON = [random.Random(1).randrange(VOCAB) for _ in range(4096)]
@@ -82,7 +86,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
     r = rig(
         blocks=s.blocks, block_size=s.block_size, budget=s.budget, max_num_seqs=s.max_num_seqs,
         rows=s.rows, chunk_multiple=s.chunk_multiple, max_model_len=s.max_model_len,
-        prefix_caching=s.prefix_caching,
+        prefix_caching=s.prefix_caching, lanes=s.lanes,
     )  # fmt: skip
     failed: set[tuple[str, int]] = set()
 
@@ -94,6 +98,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
             raise RuntimeError("out of luck")
 
     r.runner.hook = fail
+    r.runner.loses = set(s.failures) if s.losses else set()
     requests = [scenario_request(i, a) for i, a in enumerate(s.arrivals)]
     refused: set[str] = set()
     aborted: dict[tuple[str, int], str] = {}
@@ -125,7 +130,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
 
     r.runner.after = abort_midway
     events = sorted([*s.arrivals, *(a for a in s.aborts if not a.midway)], key=lambda e: e.at)
-    bound = (MAX_PREEMPTIONS + 2) * work + len(events) + 10
+    bound = (MAX_PREEMPTIONS + 2 + len(s.failures) * s.losses) * work + len(events) + 10
     steps = now = 0
     while events or r.engine.has_unfinished():
         while events and (events[0].at <= now or not r.engine.has_unfinished()):
@@ -216,4 +221,50 @@ def random_scenario(dice: random.Random) -> Scenario:
         arrivals=arrivals,
         aborts=aborts,
         failures=failures,
+        losses=dice.random() < 0.5,
+    )
+
+
+LANE_SHAPES = ("exclusive", "whole", "beside", "bucketed", "decode and mixed", "short and long")
+
+
+def random_lanes(dice: random.Random, s: Scenario) -> Scenario:
+    """The same scenario over lanes: of prompts and of decoding apart, in one step or in two, prompts in
+    chunks or whole, with limits and buckets of any size."""
+    shape = dice.choice(LANE_SHAPES)
+    widest = math.ceil(s.max_model_len / s.block_size)
+
+    def lane(*kinds: str, **changes: object) -> Lane:
+        tokens = dice.choice([4, 9, 40, s.max_model_len + 3])
+        seqs = dice.choice([1, 2, 5, 16])
+        rows = dice.choice([2, 7, 40])
+        values: dict[str, object] = {
+            "max_seqs": seqs,
+            "max_tokens": tokens,
+            "chunk_multiple": dice.choice([1, 1, 4]),
+            "exclusive": shape in ("exclusive", "whole", "short and long"),
+            "chunked": shape != "whole",
+        }
+        if shape == "bucketed" or dice.random() < 0.5:
+            values |= {
+                "token_buckets": tuple(sorted({4, max(4, tokens // 2), tokens + 4})),
+                "seq_buckets": tuple(sorted({1, seqs})),
+                "block_buckets": tuple(sorted({max(1, widest // 2), widest, widest + 3})),
+                "row_buckets": tuple(sorted({1, rows})),
+            }
+        return Lane(kinds=kinds, **(values | changes))  # type: ignore[arg-type]
+
+    if shape == "bucketed":
+        lanes = [lane("mixed")]
+    elif shape == "decode and mixed":
+        lanes = [lane("decode"), lane("mixed")]
+    elif shape == "short and long":
+        lanes = [lane("prefill"), lane("prefill"), lane("decode")]
+    else:
+        lanes = [lane("prefill"), lane("decode")]
+    dice.shuffle(lanes)
+    rows = max(s.rows, s.max_num_seqs + 1, 40)
+    made = LaneSet(lanes, rows)
+    return replace(
+        s, lanes=tuple(lanes), rows=rows, max_num_seqs=min(s.max_num_seqs, made.max_num_seqs)
     )

@@ -10,7 +10,7 @@ hash of the last slot.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ from octavo.core.engine import Engine, ModelInfo
 from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler
 from octavo.core.sequence import Sequence
 from octavo.core.types import (
+    Batch,
     Request,
     SamplingParams,
     SequenceUpdate,
@@ -102,15 +103,23 @@ class NullRunner:
         self.lane = lane or Lane(
             max_seqs=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens
         )
-        self.builder = BatchBuilder(self.lane, blocks.block_size)
+        lanes = limits.lanes or (self.lane,)
+        self.builders = [
+            BatchBuilder(lane, blocks.block_size, index=i) for i, lane in enumerate(lanes)
+        ]
+        self.lanes_used: Counter[tuple[int, ...]] = Counter()
         self.kv = np.zeros(blocks.num_blocks * blocks.block_size, np.uint64)
         self.forced: dict[str, list[int]] = {}
         self.hook: Callable[[StepPlan], None] | None = None
         self.after: Callable[[StepPlan], None] | None = None  # once computed, before the commit
         self.steps = 0
+        self.loses: set[int] = set()
+        self.losses = 0
         self.copies = 0
         self.closed = False
         self.waiting: WaitingQueue | None = None  # audited too where it is told
+        self.longest_whole = limits.lane_set().longest_whole
+        self.chunked = self.longest_whole is None
 
     def execute(self, step: StepPlan) -> StepResult:
         try:
@@ -131,8 +140,17 @@ class NullRunner:
         self.copies += len(step.copies)
         for source, target in step.copies:
             pages[target] = pages[source]
-        batch = self.builder.build(step)
-        assert batch.num_tokens == step.num_tokens
+        self.lanes_used[tuple(part.lane for part in step.parts)] += 1
+        results = [self._compute(part) for part in step.parts]
+        prompt = {k: v for result in results for k, v in result.prompt_logprobs.items()}
+        return StepResult(np.concatenate([result.tokens for result in results]), (), prompt)
+
+    def _compute(self, part: StepPlan) -> StepResult:
+        """One lane's batch."""
+        size = self.blocks.block_size
+        batch = self.builders[part.lane].build(part)
+        self._audit_lane(part, batch)
+        assert batch.num_tokens == part.num_tokens
         slots, table = batch.slots[0], batch.block_tables[0]
         written = slots[: batch.num_tokens]
         assert len(np.unique(written)) == len(written), "a slot is written twice in one step"
@@ -146,26 +164,27 @@ class NullRunner:
             start = int(batch.positions[batch.query_start[i]])
             before = table[i, (start - 1) // size] * size + (start - 1) % size if start else 0
             bases.append(int(self.kv[before]) if start else None)
-        for i, item in enumerate(step.items):
+        for i, item in enumerate(part.items):
             first, end = int(batch.query_start[i]), int(batch.query_start[i + 1])
             root = _root(item.sequence.request)
             values = content(
                 root, batch.token_ids[first:end], int(batch.positions[first]), bases[i]
             )
             self.kv[slots[first:end]] = values
-        for i, item in enumerate(step.items):
+        for i, item in enumerate(part.items):
             self._verify(
                 item.sequence, table[i], int(batch.context_lens[i]), item.start + item.count
             )
-        rows = batch.logits_rows
-        drawn = sum(item.samples for item in step.items)
+        assert not batch.logits_rows[batch.num_rows :].any()
+        rows = batch.logits_rows[: batch.num_rows]
+        drawn = sum(item.samples for item in part.items)
         assert rows[:drawn].tolist() == [
             int(batch.query_start[i + 1]) - 1
-            for i, item in enumerate(step.items)
+            for i, item in enumerate(part.items)
             for _ in range(item.samples)
         ]
-        assert len(rows) - drawn == sum(len(prompt_logprob_rows(item)) for item in step.items)
-        return self.draw(step, self.kv[slots[rows]])
+        assert len(rows) - drawn == sum(len(prompt_logprob_rows(item)) for item in part.items)
+        return self.draw(part, self.kv[slots[rows]])
 
     def draw(self, step: StepPlan, rows: np.ndarray) -> StepResult:
         """The step's result from the KV numbers at its rows of logits."""
@@ -184,8 +203,46 @@ class NullRunner:
         }
         return StepResult(np.array(tokens, np.int64), (), prompt)
 
+    compilations = 0
+
+    def recover(self) -> bool:
+        """After a failed step in `loses` the cache is gone: reads as what nobody wrote."""
+        if self.steps not in self.loses:
+            return False
+        self.losses += 1
+        self.kv[:] = 0
+        return True
+
     def close(self) -> None:
         self.closed = True
+
+    def _audit_lane(self, part: StepPlan, batch: Batch) -> None:
+        """That a batch holds what its lane takes, and no more of it than the lane says."""
+        lanes = self.limits.lanes
+        if not lanes:
+            return
+        lane = lanes[part.lane]
+        assert batch.lane == part.lane
+        rows = sum(item.samples + len(prompt_logprob_rows(item)) for item in part.items)
+        for value, most, buckets in (
+            (len(part.items), lane.max_seqs, lane.seq_buckets),
+            (part.num_tokens, lane.max_tokens, lane.token_buckets),
+            (rows, self.limits.max_logits_rows, lane.row_buckets),
+            (max(i.sequence.num_blocks for i in part.items), 10**9, lane.block_buckets),
+        ):
+            assert value <= min(most, max(buckets, default=most)), (part, value)
+        for item in part.items:
+            done = item.start + item.count == item.sequence.num_tokens
+            if lane.kinds == ("decode",):
+                assert item.count == 1 and item.start and not item.all_logits
+                assert item.samples == 1 or not self.chunked
+            if not done and item.count > lane.chunk_multiple and self.chunked:
+                assert item.count % lane.chunk_multiple == 0
+            if not self.chunked:
+                assert not item.start or item.count == 1, "a prompt was cut that is computed whole"
+                assert done or item.start or item.count == self.longest_whole
+        if lane.kinds in (("decode",), ("prefill",)):
+            assert batch.kind == lane.kinds[0]
 
     def _token(self, sequence: Sequence, sample: int, last: int) -> int:
         forced = self.forced.get(sequence.request.id)
@@ -210,9 +267,11 @@ class NullRunner:
     def _audit(self, step: StepPlan) -> None:
         limits = self.limits
         assert step.items, "an empty plan"
-        assert step.num_tokens <= limits.max_num_batched_tokens
+        assert limits.lanes or step.num_tokens <= limits.max_num_batched_tokens
         assert len(step.items) <= limits.max_num_seqs
         rows = sum(i.samples + len(prompt_logprob_rows(i)) for i in step.items)
+        assert len({part.lane for part in step.parts}) == len(step.parts)
+        assert len(step.parts) == 1 or not any(limits.lanes[p.lane].exclusive for p in step.parts)
         assert rows <= limits.max_logits_rows, f"{rows} rows of logits in a step"
         names = [(i.sequence.request.id, i.sequence.index) for i in step.items]
         assert len(set(names)) == len(names), "a sequence stands twice in a plan"
@@ -320,6 +379,7 @@ def rig(
     prefix_caching: bool = True,
     fcfs_only: bool = False,
     lane: Lane | None = None,
+    lanes: tuple[Lane, ...] = (),
     runner: Callable[[BlockManager, SchedulerLimits, Lane | None], NullRunner] | None = None,
 ) -> Rig:
     """A null engine; `blocks` includes the null block."""
@@ -330,6 +390,7 @@ def rig(
         max_logits_rows=max(rows, max_num_seqs + 1),
         chunk_multiple=chunk_multiple,
         fcfs_only=fcfs_only,
+        lanes=lanes,
     )
     manager = BlockManager(blocks, block_size, prefix_caching)
     made = (runner or NullRunner)(manager, limits, lane)

@@ -183,3 +183,21 @@ def test_buffers_that_are_used_again_say_what_new_ones_say(data: st.DataObject) 
             kept = values(earlier[0])
             assert all(np.array_equal(kept[name], earlier[1][name]) for name in kept)
         earlier = batch, got
+
+
+def test_rows_of_logits_are_padded_with_row_0() -> None:
+    a, b = sequence("a", 5, [1, 2]), sequence("b", 3, [3], output=1)
+    lane = Lane(("prefill",), row_buckets=(2, 4))
+    builder = BatchBuilder(lane, 4, index=3)
+    cut = builder.build(StepPlan(1, (ScheduledTokens(a, 0, 4, 0),)))
+    assert (cut.num_rows, cut.logits_rows.tolist()) == (0, [0, 0])
+    both = builder.build(StepPlan(2, (ScheduledTokens(a, 0, 5, 2), ScheduledTokens(b, 3, 1, 1))))
+    assert (both.num_rows, both.logits_rows.tolist()) == (3, [4, 4, 5, 0])
+    assert (both.lane, both.kind) == (3, "prefill")
+
+
+def test_a_mixed_lane_says_what_its_batch_holds() -> None:
+    a, b = sequence("a", 5, [1, 2]), sequence("b", 3, [3], output=1)
+    prompt, decode = ScheduledTokens(a, 0, 5, 1), ScheduledTokens(b, 3, 1, 1)
+    for items, kind in (((prompt,), "prefill"), ((decode,), "decode"), ((prompt, decode), "mixed")):
+        assert build_batch(StepPlan(1, items), Lane(), 4).kind == kind

@@ -92,6 +92,11 @@ class Failing:
             raise RuntimeError("out of luck")
         return self.inner.execute(step)
 
+    compilations = 0
+
+    def recover(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.inner.close()
 

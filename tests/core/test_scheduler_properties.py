@@ -8,15 +8,24 @@ at the end, that each sample put out exactly the tokens it puts out alone, and t
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scenarios import Abort, Arrival, Scenario, play, random_scenario
+from scenarios import Abort, Arrival, Scenario, play, random_lanes, random_scenario
 from support import Rig
 
 _steps: list[int] = []
-_seen = {"preemptions": 0, "evictions": 0, "prefix_hit_tokens": 0, "prefix_waits": 0, "copies": 0}
+_lanes_used: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)  # by number of lanes
+_seen = {
+    "preemptions": 0,
+    "evictions": 0,
+    "prefix_hit_tokens": 0,
+    "prefix_waits": 0,
+    "copies": 0,
+    "losses": 0,
+}
 
 
 @st.composite
@@ -63,6 +72,7 @@ def scenarios(draw: st.DrawFn, crowd: bool = False) -> Scenario:
         arrivals=tuple(arrivals),
         aborts=tuple(draw(st.lists(abort, max_size=5))),
         failures=tuple(draw(st.one_of(st.just([]), st.lists(st.integers(1, 30), max_size=3)))),
+        losses=count % 2 == 0,
     )
 
 
@@ -87,12 +97,23 @@ def test_any_crowd_with_one_beginning(scenario: Scenario) -> None:
     count(*play(scenario))
 
 
+@thorough
+@given(scenarios(), st.randoms(use_true_random=False))
+def test_any_scenario_over_lanes(scenario: Scenario, dice: random.Random) -> None:
+    """Two kinds of step, or two batches in one: nothing leaks, hangs or starves there either."""
+    laned = random_lanes(dice, scenario)
+    steps, r = play(laned)
+    _lanes_used[len(laned.lanes)].update(r.runner.lanes_used)
+    count(steps, r)
+
+
 def count(steps: int, r: Rig) -> None:
     _steps.append(steps)
     stats = r.scheduler.stats()
     for name in ("preemptions", "evictions", "prefix_hit_tokens", "prefix_waits"):
         _seen[name] += getattr(stats, name)
     _seen["copies"] += r.runner.copies
+    _seen["losses"] += r.runner.losses
 
 
 def test_the_scenarios_were_many_and_hard() -> None:
@@ -100,18 +121,26 @@ def test_the_scenarios_were_many_and_hard() -> None:
     if not _steps:
         pytest.skip("counts what the tests above did in the same run")
     assert sum(_steps) >= 10_000
+    assert _seen.pop("losses") >= 50
     assert all(count >= 200 for count in _seen.values()), _seen
+    assert _lanes_used[1][0,] >= 200
+    assert all(_lanes_used[2][lanes] >= 100 for lanes in ((0,), (1,), (0, 1))), _lanes_used
+    assert all(_lanes_used[3][i,] >= 50 for i in range(3)), _lanes_used
 
 
-def run_random(steps: int, seed: int) -> int:
+def run_random(steps: int, seed: int, lanes: bool = False) -> int:
     """Plays random scenarios until `steps` steps were run; returns how many were."""
     done = number = 0
     while done < steps:
         key = seed * 1_000_003 + number
+        dice = random.Random(key)
+        scenario = random_scenario(dice)
+        if lanes:
+            scenario = random_lanes(dice, scenario)
         try:
-            done += play(random_scenario(random.Random(key)))[0]
+            done += play(scenario)[0]
         except BaseException as error:
-            error.add_note(f"random_scenario(random.Random({key}))")
+            error.add_note(f"number {key}: {scenario}")
             raise
         number += 1
     return done
@@ -121,7 +150,12 @@ def test_random_scenarios() -> None:
     assert run_random(10_000, seed=11) >= 10_000
 
 
+def test_random_scenarios_over_lanes() -> None:
+    assert run_random(10_000, seed=13, lanes=True) >= 10_000
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_million_steps() -> None:
-    assert run_random(1_000_000, seed=12) >= 1_000_000
+    assert run_random(500_000, seed=12) >= 500_000
+    assert run_random(500_000, seed=14, lanes=True) >= 500_000

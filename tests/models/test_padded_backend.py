@@ -68,7 +68,8 @@ def test_padding_changes_nothing(llama: tuple[Path, Any], padded: list[Batch]) -
     folder, model = llama
     made = engine(folder, device="padded", max_num_seqs=8)
     limits = made.scheduler.limits
-    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.chunk_multiple) == (8, 32, 4)
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (8, 32)
+    assert [lane.chunk_multiple for lane in limits.lanes] == [4]
     requests = [greedy(f"r{i}", prompt_of(11 + 6 * i, seed=i), 9, logprobs=-1) for i in range(6)]
     requests.append(greedy("p", prompt_of(40), 3, logprobs=-1, prompt_logprobs=-1))
     found = run(made, *requests)
@@ -99,8 +100,8 @@ def test_a_backend_with_too_few_rows_is_refused_at_the_start(
     ("plan", "words"),
     [
         (ExecutionPlan(24, (Lane(),), "float32", "float32"), "block-size 24"),
-        (ExecutionPlan(16, (Lane(), Lane()), "float32", "float32"), "cannot schedule yet"),
-        (ExecutionPlan(16, (Lane(kinds=("decode",)),), "float32", "float32"), "cannot schedule yet"),
+        (ExecutionPlan(16, (Lane(), Lane()), "float32", "float32"), "lanes 0 and 1 both take prefill"),
+        (ExecutionPlan(16, (Lane(kinds=("decode",)),), "float32", "float32"), "no lane takes prompts"),
         (ExecutionPlan(16, (Lane(),), "float32", "float32", world_size=2), "asks for 2 ranks"),
         (ExecutionPlan(16, (Lane(),), "float32", "float32", layout="spmd"), "spmd"),
     ],

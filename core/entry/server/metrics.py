@@ -48,6 +48,7 @@ _COUNTERS = {
     "prefix_query_tokens": ("prefix_cache_queries", "Prompt tokens looked up"),
     "prefix_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
     "prefix_waits": ("prefix_cache_waits", "Waits for a prefix that another was computing"),
+    "compilations": ("compilations", "Programs that the device compiled: none after the start"),
     "output_tokens": ("engine_generation_tokens", "Tokens drawn, those nobody got included"),
 }
 # A field of `RequestStats` -> the same.

@@ -50,11 +50,37 @@ OCTAVO_INLINE void float_tile(const float *a, int64_t lda, const T *b, int64_t k
   give(sum, acc);
 }
 
+// Several rows of integers are bound by arithmetic, but their first tile would wait for memory if the
+// tiles before it had not asked for its panel: a few lines with each stretch of kShared inner elements.
+// (For float weights the same was measured to cost time: their panels take memory all the way.)
+struct Ahead {
+  const char *at;
+  int64_t lines;  // a stretch
+
+  OCTAVO_INLINE void fetch() {
+    for (int64_t i = 0; i < lines; ++i, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 template <int MR>
 OCTAVO_INLINE void int_tile(const Activation *a, int64_t lda, const int8_t *b, int64_t steps,
-                            vi (&acc)[MR][kVectors]) {
-  if constexpr (matrix::ints(MR)) return matrix::int_tile<MR>(a, lda, b, steps, acc);
-  vi sum[MR][kVectors] = {};
+                            const int32_t *sums, vi (&acc)[MR][kVectors]) {
+  // What the weights' offset adds is taken off where sums begin: later it would be a pass over them.
+  vi sum[MR][kVectors];
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; ++m) {
+    const vi start = splat_i(-kOffset * sums[m]);
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) sum[m][j] = start;
+  }
+  if constexpr (matrix::ints(MR)) {
+    matrix::int_tile<MR>(a, lda, b, steps, acc);
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) acc[m][j] = acc[m][j] + sum[m][j];
+    return;
+  }
   // Unrolled whole for the usual 64 inputs it would take registers from the sums around it.
 #pragma GCC unroll 1
   for (int64_t i = 0; i < steps; ++i, a += kStep, b += kPanel * kStep) {
@@ -73,13 +99,39 @@ OCTAVO_INLINE void int_tile(const Activation *a, int64_t lda, const int8_t *b, i
   give(sum, acc);
 }
 
+// out = rows [row, row + MR) by a panel of int8 codes, without the columns' scales. On its own, and not
+// part of what calls it: GCC keeps addresses that are wanted later in vector registers, of which the sums
+// leave none.
+template <int MR>
+__attribute__((noinline)) void int_panel(const Quantized &q, int64_t row, const int8_t *b,
+                                         int64_t inner, Ahead ahead, vf (&out)[MR][kVectors]) {
+  const int64_t lda = q.stride, next = q.rows;
+  const Activation *a = q.codes + row * lda;
+  const float *scales = q.scales + row;
+  const int32_t *sums = q.sums + row;
+  vf acc[MR][kVectors] = {};
+  for (; inner > 0; inner -= kShared, a += kShared, b += kShared * kPanel, scales += next, sums += next) {
+    ahead.fetch();
+    vi sum[MR][kVectors];
+    int_tile<MR>(a, lda, b, (inner < kShared ? inner : kShared) / kCodes, sums, sum);
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m) {
+      const vf x = splat(scales[m]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j)
+        acc[m][j] = fma(__builtin_convertvector(sum[m][j], vf), x, acc[m][j]);
+    }
+  }
+  give(acc, out);
+}
 template <int MR>
 OCTAVO_INLINE void group_tile(const Quantized &q, int64_t row, const uint8_t *b, int64_t groups,
-                              vf (&acc)[MR][kVectors]) {
+                              Ahead ahead, vf (&acc)[MR][kVectors]) {
   if constexpr (matrix::groups(MR)) return matrix::group_tile<MR>(q, row, b, groups, acc);
   const int64_t lda = q.stride;
   const Activation *a = q.codes + row * lda;
   for (int64_t g = 0; g < groups; ++g) {
+    if (g * q.group % kShared == 0) ahead.fetch();
     vi sum[MR][kVectors] = {};
     for (int64_t i = 0; i < q.group; i += 8, a += 8, b += kPanel * 4) {
       if constexpr (MR == 1)
@@ -163,6 +215,7 @@ struct PanelTile {
   const Product &p;
   int64_t panel, row;
   const char *b;
+  Ahead ahead;
 
   template <int MR>
   OCTAVO_INLINE void floats() const {
@@ -184,23 +237,8 @@ struct PanelTile {
   OCTAVO_INLINE void ints() const {
     const int64_t inner = int8_inner(p.w.k);
     const float *scales = reinterpret_cast<const float *>(b + inner * kPanel);
-    const Quantized &q = *p.q;
-    vf acc[MR][kVectors] = {};
-    for (int64_t g = 0; g < q.groups; ++g) {
-      const int64_t from = g * kShared, n = inner - from < kShared ? inner - from : kShared;
-      vi sum[MR][kVectors];
-      int_tile<MR>(q.codes + row * q.stride + from, q.stride,
-                   reinterpret_cast<const int8_t *>(b) + from * kPanel, n / kCodes, sum);
-#pragma GCC unroll 16
-      for (int m = 0; m < MR; ++m) {
-        const int64_t at = (row + m) * q.groups + g;
-        const vi offset = splat_i(kOffset * q.sums[at]);
-        const vf x = splat(q.scales[at]);
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j)
-          acc[m][j] = fma(__builtin_convertvector(sum[m][j] - offset, vf), x, acc[m][j]);
-      }
-    }
+    vf acc[MR][kVectors];
+    int_panel<MR>(*p.q, row, reinterpret_cast<const int8_t *>(b), inner, ahead, acc);
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
       const vf scale = load(scales + j * W);
@@ -212,7 +250,7 @@ struct PanelTile {
   template <int MR>
   OCTAVO_INLINE void groups() const {
     vf acc[MR][kVectors] = {};
-    group_tile<MR>(*p.q, row, reinterpret_cast<const uint8_t *>(b), p.q->groups, acc);
+    group_tile<MR>(*p.q, row, reinterpret_cast<const uint8_t *>(b), p.q->groups, ahead, acc);
     finish<MR>(p.w, p.e, panel, row, acc);
   }
 };
@@ -243,9 +281,13 @@ template <class T>
 void panel_rows(const Product &p, int64_t panel, int64_t row, int64_t end, int64_t bytes) {
   const char *b = static_cast<const char *>(p.w.data) + panel * bytes;
   const int64_t tiles = (end - row + T::rows - 1) / T::rows;
+  const int64_t stretches = tiles * ((p.w.k + kShared - 1) / kShared);
+  const bool asks = is_integer(p.w) && end - row > 1 && panel + 1 < panels(p.w);
+  Ahead ahead = {b + bytes, asks ? (bytes / 64 + stretches - 1) / stretches : 0};
   for (int64_t i = 0, at = row; i < tiles; ++i) {
     const int64_t n = (end - at + (tiles - i) - 1) / (tiles - i);
-    with_rows<T::rows>(int(n), T{{p, panel, at, b}});
+    with_rows<T::rows>(int(n), T{{p, panel, at, b, ahead}});
+    ahead.at += ahead.lines * 64 * (stretches / tiles);
     at += n;
   }
 }

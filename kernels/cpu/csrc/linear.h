@@ -174,11 +174,15 @@ inline Column column(const octavo_weight &w, int64_t panel, int c) {
 
 // --- quantised activations: codes in [-127, 127], and for each row and group a scale and the codes' sum ---
 
+// A group's scales and sums of neighbouring rows lie together: a tile then reaches them all from one
+// address, and has its registers for sums.
 struct Quantized {
   Activation *codes;  // [rows, stride]
-  float *scales;      // [rows, groups]
-  int32_t *sums;      // [rows, groups]
-  int64_t stride, groups, group;  // group: kShared, or int4's; the last one may be shorter
+  float *scales;      // [groups, rows]
+  int32_t *sums;      // [groups, rows]
+  int64_t rows, stride, groups, group;  // group: kShared, or int4's; the last one may be shorter
+
+  int64_t at(int64_t group_, int64_t row) const { return group_ * rows + row; }
 };
 
 inline int64_t inner_stride(int64_t k) { return round_up(k, kInnerMultiple); }
@@ -191,6 +195,7 @@ inline int64_t quantized_bytes(const octavo_weight &w, int64_t rows) {
 inline Quantized quantized_at(const octavo_weight &w, int64_t rows, void *memory) {
   Quantized q;
   char *at = static_cast<char *>(memory);
+  q.rows = rows;
   q.stride = inner_stride(w.k);
   q.group = shared(w);
   q.groups = (w.k + q.group - 1) / q.group;
@@ -199,10 +204,6 @@ inline Quantized quantized_at(const octavo_weight &w, int64_t rows, void *memory
   q.scales = reinterpret_cast<float *>(at);
   q.sums = reinterpret_cast<int32_t *>(at + round_up(rows * q.groups * 4, 64));
   return q;
-}
-
-OCTAVO_INLINE vi to_codes(vf x) {  // nearest even, for |x| < 2^22
-  return (vi)(x + 12582912.0f) - splat_i(0x4b400000);
 }
 
 OCTAVO_INLINE void store_codes(Activation *to, vi c) {
@@ -219,47 +220,43 @@ OCTAVO_INLINE void store_codes(Activation *to, vi c) {
 // Symmetric by row and group: scale = max |x| / 127. A group with a NaN or infinity gets a NaN scale,
 // and so its row a NaN result: it is never quietly wrong.
 inline void quantize_group(const float *x, int64_t n, Activation *codes, float *scale, int32_t *sum) {
-  vf top = {}, poison = {};
-  int64_t i = 0;
+  // Magnitudes as integers: they order as the numbers do, and infinity and NaN come after all numbers.
+  vu top = {};
   const vu magnitude = splat_u(0x7fffffffu);
-  // vmax(a, NaN) is NaN, but the next vmax(NaN, b) is b: look for them apart.
+  int64_t i = 0;
   for (; i + W <= n; i += W) {
-    const vf v = load(x + i);
-    top = vmax(top, (vf)((vu)v & magnitude));
-    poison = fma(v, vf{}, poison);
+    const vu v = (vu)load(x + i) & magnitude;
+    top = v > top ? v : top;
   }
   if (i < n) {
-    const vf v = load_part(x + i, int(n - i));
-    top = vmax(top, (vf)((vu)v & magnitude));
-    poison = fma(v, vf{}, poison);
+    const vu v = (vu)load_part(x + i, int(n - i)) & magnitude;
+    top = v > top ? v : top;
   }
-  const float most = hmax(top), bad = hsum(poison);
-  const float inverse = most > 0 && bad == 0 ? 127.0f / most : 0.0f;
+  const bool bad = bits(top > splat_u(0x7f7fffffu)) != 0;
+  const float most = bad ? 0.0f : hmax((vf)top);
+  const float inverse = most > 0 ? 127.0f / most : 0.0f;
   // 127 / most overflows for subnormal groups: they are zero for all that follows.
   const float safe = inverse < 3.4e38f ? inverse : 0.0f;
-  *scale = bad == 0 ? (safe > 0 ? most / 127.0f : 0.0f) : __builtin_nanf("");
-  const vf factor = splat(safe);
-  vi total = {};
+  *scale = bad ? __builtin_nanf("") : safe > 0 ? most / 127.0f : 0.0f;
+  const vf factor = splat(safe), magic = splat(12582912.0f);
+  vf total = {};  // of whole numbers below 2^24: exact
   for (i = 0; i < n; i += W) {
     const int part = n - i < W ? int(n - i) : W;
-    vi c = to_codes((part == W ? load(x + i) : load_part(x + i, part)) * factor);
-    if (bad != 0) c = vi{};
-    total = total + c;
+    const vf shifted = (part == W ? load(x + i) : load_part(x + i, part)) * factor + magic;
+    const vi c = bad ? vi{} : (vi)shifted - (vi)magic;  // nearest even, for |x| < 2^22
+    total = total + (shifted - magic);
     if (part == W)
       store_codes(codes + i, c);
     else
       for (int j = 0; j < part; ++j) codes[i + j] = static_cast<Activation>(c[j]);
   }
-  int32_t whole = 0;
-  for (int j = 0; j < W; ++j) whole += total[j];
-  *sum = whole;
+  *sum = bad ? 0 : int32_t(hsum(total));
 }
 inline void quantize_row(const float *x, int64_t k, const Quantized &q, int64_t row) {
   Activation *codes = q.codes + row * q.stride;
   for (int64_t g = 0; g < q.groups; ++g) {
     const int64_t from = g * q.group, n = k - from < q.group ? k - from : q.group;
-    quantize_group(x + from, n, codes + from, q.scales + row * q.groups + g,
-                   q.sums + row * q.groups + g);
+    quantize_group(x + from, n, codes + from, q.scales + q.at(g, row), q.sums + q.at(g, row));
   }
   for (int64_t i = k; i < q.stride; ++i) codes[i] = 0;
 }
@@ -280,15 +277,16 @@ OCTAVO_INLINE void give(const V (&sum)[MR][kVectors], V (&acc)[MR][kVectors]) {
 template <int MR>
 OCTAVO_INLINE void add_group(const Quantized &q, int64_t row, int64_t group, const f16 *scales,
                              const vi (&sum)[MR][kVectors], vf (&acc)[MR][kVectors]) {
+  const float *row_scales = q.scales + q.at(group, row);
+  const int32_t *row_sums = q.sums + q.at(group, row);
 #pragma GCC unroll 4
   for (int j = 0; j < kVectors; ++j) {
     const vf d = load(scales + j * W), low = load(scales + kPanel + j * W);
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
-      const int64_t at = (row + m) * q.groups + group;
-      const vf x = splat(q.scales[at]);
+      const vf x = splat(row_scales[m]);
       acc[m][j] = fma(__builtin_convertvector(sum[m][j], vf) * x, d, acc[m][j]);
-      acc[m][j] = fma(splat(float(q.sums[at])) * x, low, acc[m][j]);
+      acc[m][j] = fma(splat(float(row_sums[m])) * x, low, acc[m][j]);
     }
   }
 }

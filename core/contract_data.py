@@ -1,0 +1,284 @@
+"""The data of the backend contract: what a device is, what a model is, how one is driven on the other.
+
+Imported from `octavo.core.contract`, or `octavo.plugins` by a plug-in. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from octavo.core.types import Batch
+
+Handle = Any
+"""A layer's KV cache as its backend keeps it. The core passes it around and never looks inside."""
+
+Inputs = Any
+"""What `Backend.prepare` made of a batch; opaque to the core and the ops' `meta`."""
+
+PackedWeight = Any
+"""A weight in the layout its backend chose in `Ops.pack_weight`."""
+
+
+# ------------------------------------------------------------------------------- what a device is
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What `Backend.probe` found. `devices` is empty when there are none, and `reason` says why."""
+
+    devices: tuple[str, ...] = ()
+    reason: str = ""
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Bytes of device memory: all of it, and what this process could still take."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a device can do, in data. A feature that is missing is a row here, never an exception
+    in the middle of a request: the core falls back to the portable op or refuses at start-up."""
+
+    dtypes: tuple[str, ...] = ("float32",)
+    native_dtypes: tuple[str, ...] = ("float32",)  # those that are not slower than float32
+    kv_dtypes: tuple[str, ...] = ("float32",)
+    block_sizes: tuple[int, ...] = (16, 32, 64, 128)
+    head_sizes: tuple[int, int, int] = (1, 1024, 1)  # smallest, largest, multiple
+    # "dynamic": any. "bucketed": those of the plan's lanes are best, and are run once at the start.
+    # "static": nothing but the compiled programs runs on the device, at bucket shapes; what changes
+    # logits, and log-probabilities, are computed on the host.
+    shapes: Literal["dynamic", "bucketed", "static"] = "dynamic"
+    graph_capture: bool = False
+    swap: bool = False
+    quantization: tuple[str, ...] = ()  # canonical forms that `pack_weight` and `linear` take
+    collectives: tuple[str, ...] = ()
+    seeded_sampling: bool = True  # the device draws from (seed, output index, vocabulary id)
+    batch_invariant: bool = False  # can give a row the same bits alone and in any batch
+    ops: Mapping[str, str] = field(
+        default_factory=dict
+    )  # op -> what runs it ("portable", "c++ avx512", …)
+    notes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # free-form facts for `octavo devices NAME`
+
+    def refuses_head_size(self, head_size: int) -> bool:
+        low, high, step = self.head_sizes
+        return not (low <= head_size <= high and head_size % step == 0)
+
+
+# --------------------------------------------------------------------------------- what a model is
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The KV cache of one layer group.
+
+    `kind` is full or window(`window` last tokens matter). `latent` and `state` join with the first
+    model that needs them.
+    """
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_size: int
+    head_size_v: int
+    dtype: str = "float32"
+    kind: Literal["full", "window"] = "full"
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What `Backend.plan` may know of a model before any weight is read."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    q_heads: int
+    kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_position: int
+    num_parameters: int
+    kv: tuple[KVSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the user asked for; None means the backend may choose."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    dtype: str = "float32"
+    kv_dtype: str = "float32"
+    threads: int | None = None
+    batch_invariant: bool = False
+    op_providers: str = "none"  # none, auto (what was measured before), measure (now)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One kind of step, and the sizes of its batches. Empty bucket tuples mean that any size will do.
+
+    kinds: what the lane takes. "decode": one token that is drawn from, of a sequence whose earlier
+    tokens are computed. "prefill": everything else; also a single token, of a sequence that starts or
+    that draws several samples. "mixed" (or both): anything, in one batch.
+    max_seqs, max_tokens: what a batch may hold; the largest buckets bound it, too.
+    chunk_multiple: a part of a prompt that is not its last has a multiple of so many tokens.
+    token_buckets, seq_buckets, block_buckets, row_buckets: sizes to which T, S, the width of the block
+    tables and the rows of logits are padded, rising. A sequence never has more blocks than the largest
+    block bucket. With row buckets "forward" always returns logits [bucket, V], and "sample" is called
+    with these as they are and with inputs padded by greedy rows; the core cuts what it returns.
+    exclusive: whether the lane has a step for itself. Lanes that are not share steps: one batch each.
+    Of the lanes that share a step at most one takes prompts and one decoding sequences.
+    chunked: whether a prompt may be computed in parts. False, for attention that sees no earlier
+    tokens: a prompt is computed whole in one step, none longer than the lane is taken, and the prefix
+    cache is off. A sequence that was preempted after it outgrew the lane computes the rest token by
+    token, as decode items of which only the last is drawn from.
+    """
+
+    kinds: tuple[Literal["prefill", "decode", "mixed"], ...] = ("mixed",)
+    max_seqs: int = 64
+    max_tokens: int = 512
+    chunk_multiple: int = 1
+    token_buckets: tuple[int, ...] = ()
+    seq_buckets: tuple[int, ...] = ()
+    block_buckets: tuple[int, ...] = ()
+    exclusive: bool = False
+    row_buckets: tuple[int, ...] = ()
+    chunked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """How a backend wants to be driven. The core validates it, records it and obeys it."""
+
+    block_size: int
+    lanes: tuple[Lane, ...]
+    dtype: str
+    kv_dtype: str
+    layout: Literal["ranks", "spmd"] = "ranks"
+    world_size: int = 1
+    # Rows of logits a step may hold, more than there are sequences; prompt logprobs are chunked to it.
+    max_logits_rows: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """What a weight is for. `parts` name the checkpoint's tensors in the order in which they are
+    stacked along the output dimension; each has its own shape."""
+
+    name: str
+    role: Literal["linear", "head", "embedding", "norm", "bias"]
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    shard_axis: int | None = None  # logical axis that tensor parallelism may cut
+    scheme: str | None = None  # canonical form of `octavo.core.quantization`; None: a float dtype
+    group: int = 0  # inputs that share a scale in that form; 0: all of a row
+    alias: str | None = None  # the weight this one is tied to
+    gated: bool = False  # two equal parts, gate rows and up rows, that only `act_and_mul` reads
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0][1]
+        return (sum(shape[0] for _, shape in self.parts), *first[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A decoder layer that may run as one fused op: norm, attention with rotary positions, norm, gated
+    feed-forward, the results of both halves added to the residual stream. Weights go by name."""
+
+    layer: int  # index of the KV handle
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_size: int
+    norm_1: str
+    norm_2: str
+    qkv: str
+    out: str
+    gate_up: str
+    down: str
+    qkv_bias: str | None = None
+    out_bias: str | None = None
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    rotary: str = "rotary"
+    interleaved: bool = False
+    eps: float = 1e-6
+    norm_offset: float = 0.0
+    act: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    scale: float = 1.0
+    window: int = 0
+    softcap: float = 0.0
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ctx:
+    """All that a layer may use inside a step, passed down explicitly. `kv[i]` is layer i's handle,
+    replaced by the one an op returns."""
+
+    weights: Mapping[str, PackedWeight]
+    kv: list[Handle]
+    meta: Inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A pure function the shared runner will call every step, offered to `Backend.compile`.
+
+    forward: fn(weights, kv, inputs) -> (StepOut, kv).
+    sample:  fn(logits [L, V], SampleInputs) -> tokens [L] int64. Logits are float32, unless the device's
+             shapes are static: then they are what "forward" returned, and `fn` widens them.
+    The set of kinds is open: a backend returns `fn` as it is for one it does not know.
+
+    What `compile` returns may have an attribute `compilations`, how many programs it has built so far:
+    it is told in the engine's statistics, and must not grow after the start.
+    """
+
+    kind: str
+    fn: Callable[..., Any]
+    model: Any = None
+    example: Any = None
+    groups: int = 1  # KV groups of the model
+
+    def example_batches(self, plan: ExecutionPlan) -> Iterator[Batch]:
+        """One batch of padding for each combination of buckets that a step of the plan's lanes can need,
+        as the core will run them at the start when `Capabilities.shapes` is not "dynamic"."""
+        from octavo.core.warm_up import example_batches
+
+        return example_batches(plan.lanes, self.groups)
+
+
+@dataclass(slots=True)
+class StepOut:
+    """Device-side results of a forward pass. `logits` [L, V], float32, bfloat16 or float16, belong to
+    `Batch.logits_rows`; they must hold until the other lanes of the step have run, too."""
+
+    logits: Any
+    hidden: Any = None
+    pooled: Any = None
+    tokens: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInputs:
+    """Per row of logits, device tensors: what `Ops.sample` draws by. [L] each."""
+
+    temperature: Any  # float32; 0: greedy
+    top_k: Any  # int32; 0: off
+    top_p: Any  # float32; 1: off
+    min_p: Any  # float32; 0: off
+    seed: Any  # int64, the bits of an unsigned seed
+    counter: Any  # int64, index of the output token
+    all_greedy: bool = False

@@ -1,0 +1,318 @@
+"""Plans a step: the rules that `scheduler.py` states, over the lanes of `lanes.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from octavo.core.admission import SchedulerLimits, stored_tokens
+from octavo.core.blocks import BlockHash, BlockManager, extend_hashes
+from octavo.core.lanes import LaneSet, Mode, Room
+from octavo.core.roster import Roster
+from octavo.core.sequence import Sequence
+from octavo.core.types import ScheduledTokens, StepPlan
+
+MAX_PREEMPTIONS = 3
+_MOST_PARKED = 32
+"""Waiting sequences that a step may set aside to look behind them: bounds the time it takes."""
+
+
+class _Left:
+    """What a step's batch of prompts still has room for. Of a mixed lane `tokens` is counted by
+    `places` until all that run are planned, and rows for all that may draw are set aside."""
+
+    __slots__ = ("apart", "rows", "seqs", "tokens")
+
+    def __init__(self, mode: Mode, slots_taken: int) -> None:
+        lane = mode.prompt
+        self.apart = not mode.shared
+        self.tokens = self.rows = self.seqs = 0
+        if lane is not None:
+            self.rows, self.seqs = lane.rows, lane.seqs
+            if self.apart:
+                self.tokens = lane.tokens
+            else:
+                self.rows -= slots_taken
+
+    def take(self, item: ScheduledTokens) -> None:
+        """Counts a prompt's item, with the rows of all the samples that it is to draw."""
+        self.tokens -= item.count
+        self.seqs -= self.apart
+        self.rows -= item.sequence.pending_samples + (item.count if item.all_logits else 0)
+
+
+class Planner:
+    """Decides who runs in a step, and takes the blocks for it.
+
+    shares: whether prompts take over cached blocks and leave theirs in the cache.
+    """
+
+    def __init__(
+        self, roster: Roster, blocks: BlockManager, limits: SchedulerLimits, lanes: LaneSet
+    ) -> None:
+        self.roster, self.blocks, self.limits = roster, blocks, limits
+        self.running = roster.running
+        self._waiting = roster.waiting
+        self._turns = list(lanes.modes)  # the one whose turn it is first
+        self.shares = blocks.prefix_caching and lanes.longest_whole is None
+        self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing waits or runs."""
+        copies: dict[int, int] = {}  # destination -> source
+        preempted: list[str] = []
+        turns = self._turns
+        for mode in turns:
+            decodes, prompts = self._plan(mode, copies, preempted)
+            if decodes or prompts:
+                break
+        else:
+            return None
+        if len(turns) > 1:
+            turns.remove(mode)
+            turns.append(mode)
+        self.roster.steps += 1
+        items, lane, lanes = _by_lane(mode, decodes, prompts)
+        return StepPlan(
+            step=self.roster.steps,
+            items=tuple(items),
+            copies=tuple((source, target) for target, source in copies.items()),
+            preempted=tuple(preempted),
+            lane=lane,
+            lanes=lanes,
+        )
+
+    def _plan(
+        self, mode: Mode, copies: dict[int, int], preempted: list[str]
+    ) -> tuple[list[ScheduledTokens], list[ScheduledTokens]]:
+        """The items of the lane that decodes and of the one that takes prompts; in a mixed lane both
+        are the same list."""
+        running, shared = self.running, mode.shared
+        places = _places(mode)  # tokens left for decoding, and in a mixed lane for anything
+        left = _Left(mode, self.roster.slots_taken)
+        items: list[ScheduledTokens] = []
+        prompts = items if shared else []
+        decodes = (
+            _count_decoding(running) if shared else 0
+        )  # still to be planned, where they compete
+        position = 0
+        while position < len(running) and (places > 0 or left.tokens > 0):
+            sequence = running[position]
+            start = sequence.num_computed
+            decoding = sequence.num_tokens - start == 1
+            if decoding and start < sequence.writable:  # most sequences of most steps
+                position += 1
+                decodes -= shared
+                if places > 0:
+                    items.append(ScheduledTokens(sequence, start, 1, 1))
+                    places -= 1
+                continue
+            decodes -= shared and decoding
+            apart = not shared and not mode.decodes(sequence)
+            if apart:
+                item = self._prompt_tokens(sequence, left, mode.prompt)
+            else:
+                item = self._tokens_for(
+                    sequence, places if decoding else places - decodes, left.rows, mode.decode
+                )
+            if item is None:  # no room for its tokens or rows of logits beside the others
+                position += 1
+                continue
+            already = len(preempted)
+            kept = self._reserve(sequence, item, position, copies, preempted)
+            if shared and len(preempted) > already:  # who is gone claims no part of the budget
+                decodes = _count_decoding(running[position + kept :])
+            if not kept:
+                continue  # it had to go itself: the next one stands at its position
+            position += 1
+            if not apart:
+                items.append(item)
+                places -= item.count
+                left.rows -= item.count if item.all_logits else 0
+            else:
+                prompts.append(item)
+                left.take(item)
+        if mode.prompt is not None and (not preempted or not (items or prompts)):
+            # else whoever was preempted would take the blocks back
+            left.tokens = places if shared else left.tokens
+            self._admit(prompts, left, mode.prompt)
+        return items, prompts
+
+    def _prompt_tokens(
+        self, sequence: Sequence, left: _Left, lane: Room | None
+    ) -> ScheduledTokens | None:
+        """Tokens of a running prompt for a batch of prompts only, with rows for what it draws."""
+        rows = left.rows - sequence.pending_samples
+        if not left.seqs or rows < sequence.wants_prompt_logprobs:
+            return None
+        return self._tokens_for(sequence, left.tokens, rows, lane)
+
+    def _tokens_for(
+        self, sequence: Sequence, budget: int, rows: int, lane: Room | None
+    ) -> ScheduledTokens | None:
+        if lane is None:  # not in this step
+            return None
+        start = sequence.num_computed
+        count = wanted = sequence.num_tokens - start
+        if not lane.chunked:
+            count = wanted = min(count, 1 if start else lane.tokens)
+        count = min(count, budget)
+        all_logits = sequence.wants_prompt_logprobs
+        if all_logits:
+            count = min(count, rows)
+        if count <= 0 or (count < wanted and not lane.chunked):
+            return None
+        done = start + count == sequence.num_tokens
+        if not done and count > lane.chunk_multiple and lane.chunked:
+            count -= count % lane.chunk_multiple
+        samples = sequence.pending_samples if done and sequence.max_len > sequence.num_tokens else 0
+        return ScheduledTokens(sequence, start, count, samples, all_logits)
+
+    def _reserve(
+        self,
+        sequence: Sequence,
+        item: ScheduledTokens,
+        position: int,
+        copies: dict[int, int],
+        preempted: list[str],
+    ) -> bool:
+        """Blocks for the tokens of `item`, preempting from the end of `running`. False when the
+        sequence itself had to go."""
+        blocks = self.blocks
+        first = item.start // blocks.block_size
+        while True:
+            need = blocks.blocks_for(item.start + item.count) - sequence.num_blocks
+            shared = first < sequence.num_blocks and blocks.is_shared(
+                int(sequence.block_table[first])
+            )
+            if max(need, 0) + shared <= blocks.num_free:
+                break
+            victim = self._victim(position)
+            self.roster.preempt(victim)
+            preempted.append(victim.request.id)
+            if victim is sequence:
+                return False
+        if shared:
+            (target,) = blocks.allocate(1)
+            source = int(sequence.block_table[first])
+            copies[target] = source
+            sequence.replace_block(first, target)
+            blocks.free([source])
+        if need > 0:
+            sequence.add_blocks(blocks.allocate(need))
+        if item.count == item.samples == 1 and not item.all_logits:  # it decodes from now on
+            sequence.writable = sequence.num_blocks * blocks.block_size
+        return True
+
+    def _victim(self, position: int) -> Sequence:
+        for sequence in reversed(self.running[position:]):
+            if sequence.preemptions < MAX_PREEMPTIONS:
+                return sequence
+        return self.running[position]  # only after a fork: a parent's last block is shared again
+
+    def _admit(self, items: list[ScheduledTokens], left: _Left, lane: Room) -> None:
+        waiting, slots, parked = self._waiting, self.limits.max_num_seqs, 0
+        roster = self.roster
+        while (
+            left.tokens > 0
+            and left.seqs > 0
+            and roster.slots_taken < slots
+            and (sequence := waiting.first())
+        ):
+            # Who found no room finds none before something is given back.
+            moment = sequence, self.blocks.frees, roster.slots_taken
+            if self._no_room == moment:
+                return
+            hits: list[int] = []
+            shares = self.shares and not sequence.wants_prompt_logprobs
+            if shares:
+                hits, awaited = self._known_prefix(sequence)
+                if awaited is not None:
+                    if parked == _MOST_PARKED:
+                        return
+                    waiting.park(awaited)
+                    parked += 1
+                    continue
+            if roster.slots_taken + sequence.pending_samples > slots:
+                self._no_room = moment
+                return
+            rows = left.rows - sequence.pending_samples
+            if rows < sequence.wants_prompt_logprobs:
+                return
+            if not lane.chunked and not self._tokens_for(sequence, left.tokens, rows, lane):
+                return  # it is computed whole, and is too long for what is left of this step
+            if not self._take_blocks(sequence, hits):
+                self._no_room = moment
+                return
+            item = self._tokens_for(sequence, left.tokens, rows, lane)
+            assert item is not None
+            roster.start(sequence)
+            self._no_room = None
+            if shares:
+                waiting.promise(sequence)
+            items.append(item)
+            left.take(item)
+
+    def _known_prefix(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
+        """The cached blocks that a waiting sequence begins with, and which block to wait for that a
+        running one is computing behind them. The last token is always computed."""
+        size = self.blocks.block_size
+        extend_hashes(sequence.hashes, sequence.root, sequence.tokens[: sequence.num_tokens], size)
+        findable = (sequence.num_tokens - 1) // size
+        hits = self.blocks.lookup(sequence.hashes[:findable])
+        return hits, self._waiting.awaited(sequence, len(hits), findable)
+
+    def _take_blocks(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Prefix hits and new blocks for every known token, and room for the neighbours to grow."""
+        blocks, size = self.blocks, self.blocks.block_size
+        target = sequence.num_tokens
+        spare = 0
+        if sequence.preemptions >= MAX_PREEMPTIONS:
+            target = stored_tokens(sequence.max_len, sequence.num_prompt)
+        elif self.running:
+            spare = len(self.running)
+        need = blocks.blocks_for(target) - len(hits)
+        from_free = blocks.count_free(hits)
+        if need + from_free + spare > blocks.num_free:
+            return False
+        blocks.acquire(hits)
+        sequence.num_remembered = len(hits)
+        sequence.add_blocks(hits)
+        sequence.add_blocks(blocks.allocate(need))
+        sequence.num_computed = len(hits) * size
+        self._account_hits(sequence)
+        return True
+
+    def _account_hits(self, sequence: Sequence) -> None:
+        if sequence.preemptions:
+            sequence.timings.num_recomputed_tokens += sequence.num_tokens - sequence.num_computed
+            return
+        sequence.num_cached = sequence.num_computed
+        sequence.timings.num_cached_tokens = sequence.num_computed
+        self.roster.counts["query"] += sequence.num_tokens
+        self.roster.counts["hit"] += sequence.num_computed
+
+
+def _count_decoding(sequences: SequenceOf[Sequence]) -> int:
+    return sum([s.num_tokens - s.num_computed == 1 for s in sequences])
+
+
+def _places(mode: Mode) -> int:
+    """Tokens for decoding in a step of this mode; in a mixed lane for prompts, too."""
+    lane = mode.decode
+    if lane is None:
+        return 0
+    return lane.tokens if mode.shared else min(lane.tokens, lane.seqs, lane.rows)
+
+
+def _by_lane(
+    mode: Mode, decodes: list[ScheduledTokens], prompts: list[ScheduledTokens]
+) -> tuple[list[ScheduledTokens], int, tuple[tuple[int, int], ...]]:
+    """A step's items in the order of its lanes, the first lane, and how many are whose, if two share it."""
+    if mode.shared or not decodes or not prompts:
+        lane = mode.decode if decodes else mode.prompt
+        assert lane is not None
+        return decodes or prompts, lane.index, ()
+    assert mode.decode is not None and mode.prompt is not None
+    both = sorted([(mode.decode.index, decodes), (mode.prompt.index, prompts)], key=lambda x: x[0])
+    items = both[0][1] + both[1][1]
+    return items, both[0][0], tuple((index, len(part)) for index, part in both)
