@@ -36,6 +36,8 @@ TABLE_BYTES = 256 << 10
 """What a step's block tables may take: a TPU's kernel reads them from its scalar memory."""
 SMALLEST = 16
 """Tokens in the smallest bucket, and what buckets are multiples of: rows of a 16-bit register."""
+MOST_ROWS = 128
+"""Rows of logits for which the largest prompt step has room, beside two for each sequence."""
 
 
 def unusable() -> str:
@@ -84,8 +86,7 @@ class XlaBackend(Backend):
         return Probe(devices=("xla:cpu",), details=details)
 
     def torch_device(self, device: str) -> str:
-        # Rows of logits come to the host and go back for drawing: the core cuts and changes them there.
-        return "cpu"
+        return "xla:0"
 
     def capabilities(self, device: str) -> Capabilities:
         kernels = ("write_kv", "paged_attention")
@@ -101,38 +102,52 @@ class XlaBackend(Backend):
             seeded_sampling=True,
             ops={"every op": "XLA"} | dict.fromkeys(kernels, self.attention),
             notes={
-                "step": "one XLA program per bucket, compiled when first needed",
+                "step": "one XLA program per bucket, all compiled at the start",
                 "ran on": "PJRT CPU; TPU v4, v5e, v5p and v6e programs are compiled, never executed",
             },
         )
 
     def plan(self, model: ModelShape, device: str, limits: Limits) -> ExecutionPlan:
-        seqs = buckets(limits.max_num_seqs, 8)[-1]
+        decodes = buckets(limits.max_num_seqs)
+        seqs = decodes[-1]
         block = limits.block_size or 16
         while limits.block_size is None and block < 256:
             if seqs * (-(-limits.max_model_len // block) + 1) * 4 <= TABLE_BYTES:
                 break
             block *= 2
-        sizes = buckets(limits.max_num_batched_tokens or max(512, limits.max_num_seqs))
+        tokens = limits.max_num_batched_tokens or max(512, limits.max_num_seqs)
+        rows = max(2 * seqs, MOST_ROWS)
+        # Work follows the true lengths, so one size of tables serves all.
+        tables = (-(-limits.max_model_len // block) + 1,)
         return ExecutionPlan(
             block_size=block,
             lanes=(
                 Lane(
+                    kinds=("prefill",),
+                    max_tokens=tokens,
+                    token_buckets=buckets(tokens),
+                    row_buckets=(SMALLEST, rows),
                     max_seqs=limits.max_num_seqs,
-                    max_tokens=limits.max_num_batched_tokens or sizes[-1],
-                    token_buckets=sizes,
-                    # Work follows the true lengths, so one size of tables serves all.
                     seq_buckets=(seqs,),
-                    block_buckets=(-(-limits.max_model_len // block) + 1,),
+                    block_buckets=tables,
+                    exclusive=True,
+                ),
+                # A query of each sequence: attention works on one at a time, where prompts have many.
+                Lane(
+                    kinds=("decode",),
+                    max_tokens=limits.max_num_seqs,
+                    token_buckets=decodes,
+                    row_buckets=decodes,
+                    max_seqs=limits.max_num_seqs,
+                    seq_buckets=(seqs,),
+                    block_buckets=tables,
+                    exclusive=True,
                 ),
             ),
             dtype=limits.dtype,
             kv_dtype=limits.kv_dtype,
-            max_logits_rows=2 * seqs,
+            max_logits_rows=rows,
         )
-
-    def memory(self, device: str) -> MemoryInfo:
-        return super().memory(device)
 
     def start(self, device: str, limits: Limits) -> None:
         # torch_xla looks for this while it is imported, and guesses, aloud, where it is not set.

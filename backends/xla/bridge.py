@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xla_builder
 import torch_xla.core.xla_model as xla_model
 import torch_xla.debug.metrics as metrics
+import torch_xla.distributed.spmd as sharding
 import torch_xla.runtime as runtime
 from torch_xla import _XLAC
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
@@ -146,6 +148,27 @@ def stablehlo(fn: Callable[..., Tensors], args: Tensors) -> str:
     text = str(xla_model.get_stablehlo(list(fn(*args))))
     forget()
     return text
+
+
+# ------------------------------------------------------------------------------ several chips as one
+
+
+def mesh(size: int) -> Any:
+    """`size` devices as one line, over which tensors can be cut. Before anything else is done with XLA."""
+    runtime.use_spmd()
+    return sharding.Mesh(np.arange(size), (size,), ("model",))
+
+
+def cut(tensor: torch.Tensor, over: Any, axis: int | None) -> torch.Tensor:
+    """The tensor with `axis` cut over a mesh's devices, or with None a copy on each."""
+    axes = tuple("model" if i == axis else None for i in range(tensor.dim()))
+    sharding.mark_sharding(tensor, over, axes)
+    return tensor
+
+
+def cut_as(tensor: torch.Tensor) -> str:
+    """How a tensor is cut, in XLA's words."""
+    return str(_XLAC._get_xla_sharding_spec(tensor))
 
 
 # ---------------------------------------------------------------------------- kernels written in jax

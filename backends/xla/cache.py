@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +15,25 @@ AT_ONCE = 8
 """Blocks that one call of a program moves; more take more calls of the same program."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KV:
-    """data: [blocks, words, block, width], as `kernels.pallas.layout` says; value_size: of `width`, a value's."""
+    """data: [blocks, words, block, width], as `kernels.pallas.layout` says; value_size: of `width`, a value's.
+
+    A program that writes the cache takes over its memory; the handle given to it is `spent` from then on."""
 
     data: torch.Tensor
     kv_heads: int
     value_size: int
+    spent: bool = False
 
     def after(self, data: torch.Tensor) -> KV:
         """The same cache once it holds `data`."""
-        return replace(self, data=data)
+        return KV(data, self.kv_heads, self.value_size)
+
+    def spend(self) -> torch.Tensor:
+        """The data, for a program that takes over its memory."""
+        self.spent = True
+        return self.data
 
     @property
     def block_bytes(self) -> int:
@@ -52,7 +60,8 @@ class BlockMoves:
     ) -> list[torch.Tensor]:
         """per_layer(cache, layer, extra) of every layer, with the caches used up unless `name` is "export"."""
         count = len(handles)
-        args = [*(h.data for h in handles), *(bridge.upload(t) for t in extra)]
+        uploaded = [bridge.upload(t) for t in extra]
+        args = [*(h.data for h in handles), *uploaded]
         key = (name, *((tuple(h.data.shape), h.data.dtype) for h in handles))
         if key not in self._programs:
 
@@ -61,6 +70,8 @@ class BlockMoves:
 
             donated = () if name == "export" else range(count)
             self._programs[key] = bridge.Captured(move, args, donated)
+        if name != "export":
+            args = [*(h.spend() for h in handles), *uploaded]
         return self._programs[key](args)
 
     def copy(self, handles: list[KV], pairs: Sequence[tuple[int, int]]) -> list[KV]:

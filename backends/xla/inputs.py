@@ -15,13 +15,6 @@ from octavo.kernels.pallas.tiles import Int32
 GROUP = 8
 """Slots that a TPU writes together."""
 
-ROW_BUCKETS = tuple(8 << i for i in range(12))
-
-
-def row_bucket(rows: int) -> int:
-    """The number of rows of logits that a step with `rows` of them computes."""
-    return next(size for size in ROW_BUCKETS if size >= rows)
-
 
 class StepInputs:
     """What `prepare` makes of a batch, and what operations get as `meta`.
@@ -32,14 +25,12 @@ class StepInputs:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.rows = len(batch.logits_rows)
-        longest = int(np.diff(batch.query_start).max(initial=0))
-        self.decode = longest <= 1
+        self.decode = batch.kind == "decode"
         self.key = (
             len(batch.token_ids),
             len(batch.context_lens),
             tuple(table.shape[1] for table in batch.block_tables),
-            row_bucket(self.rows),
+            len(batch.logits_rows),
             self.decode,
         )
         self._hosts: dict[str, Int32] = {}
@@ -62,7 +53,7 @@ class StepInputs:
 
     @property
     def logits_rows(self) -> torch.Tensor:
-        """[rows], padded to the bucket with row 0."""
+        """[L]."""
         return self.tensor("logits_rows")
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -83,10 +74,7 @@ class StepInputs:
     def _make(self, name: str) -> None:
         batch, keep = self.batch, self._hosts
         kind, _, rest = name.partition(".")
-        if kind == "logits_rows":
-            keep[name] = np.zeros(row_bucket(self.rows), np.int32)
-            keep[name][: self.rows] = batch.logits_rows
-        elif kind in ("slots", "tables"):
+        if kind in ("slots", "tables"):
             of_groups = batch.slots if kind == "slots" else batch.block_tables
             keep[name] = np.ascontiguousarray(of_groups[int(rest)], np.int32)
         elif kind == "groups":

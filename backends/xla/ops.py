@@ -20,12 +20,12 @@ from octavo.plugins import KVSpec, Ops, PackedWeight, QuantizedTensor, SampleInp
 class XlaOps(Ops):
     """The portable operations are XLA programs as they are; these are not.
 
-    kind: what PJRT runs on, "CPU" or "TPU".
+    kind: what PJRT runs on, "CPU" or "TPU"; target: what kernels and layouts are for, if that is another.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, target: str | None = None) -> None:
         self.device = bridge.start(kind)
-        self._tpu = kind == "TPU"
+        self._tpu = (target or kind) == "TPU"
         self._kernel: Callable[..., bridge.Kernel] = cache(self._new_kernel)
         self._moves = BlockMoves(self._kernel)
 
@@ -66,6 +66,9 @@ class XlaOps(Ops):
             return handle.after(self._kernel(write.write_rows)(handle.data, k, v, *where))
         slots = meta.tensor(f"slots.{group}")
         return handle.after(self._kernel(layout.scatter)(handle.data, k, v, slots))
+
+    def kv_lost(self, handles: list[KV]) -> bool:
+        return any(handle.spent for handle in handles)
 
     def copy_blocks(self, handles: list[KV], pairs: Sequence[tuple[int, int]]) -> list[KV]:
         return self._moves.copy(handles, pairs)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from octavo.backends.xla import bridge
 from octavo.backends.xla.cache import KV
-from octavo.backends.xla.inputs import StepInputs, row_bucket
+from octavo.backends.xla.inputs import StepInputs
 from octavo.plugins import PackedWeight, QuantizedTensor, SampleInputs, StepOut
+
+ROWS = tuple(f.name for f in fields(SampleInputs) if f.name != "all_greedy")
+"""What a row is drawn by."""
 
 
 def tensors_of(weights: Mapping[str, PackedWeight]) -> Iterator[torch.Tensor]:
@@ -31,10 +33,7 @@ class _Bucket:
 
 
 class Forward:
-    """fn(weights, kv, inputs) -> (StepOut, kv) as one program per bucket. The cache handed in is gone afterwards.
-
-    Logits come back on the host, cut to the rows that were asked for.
-    """
+    """fn(weights, kv, inputs) -> (StepOut, kv) as one program per bucket. The cache handed in is gone afterwards."""
 
     def __init__(self, fn: Callable[..., tuple[StepOut, list[KV]]]) -> None:
         self._fn = fn
@@ -53,14 +52,27 @@ class Forward:
         if bucket is None:
             bucket = self._buckets[inputs.key] = self._capture(weights, kv, inputs)
         flat = bridge.upload(inputs.flat(bucket.names))
-        args = [flat, *(h.data for h in kv), *tensors_of(weights)]
-        logits, *after = bucket.program(args)
-        kv = [h.after(data) for h, data in zip(kv, after, strict=True)]
-        return StepOut(logits=logits.cpu()[: inputs.rows]), kv
+        logits, *after = bucket.program([flat, *(h.spend() for h in kv), *tensors_of(weights)])
+        return StepOut(logits=logits), [h.after(data) for h, data in zip(kv, after, strict=True)]
 
     def _capture(
         self, weights: Mapping[str, PackedWeight], kv: list[KV], inputs: StepInputs
     ) -> _Bucket:
+        names, step, args = self._as_function(weights, kv, inputs)
+        return _Bucket(names, bridge.Captured(step, args, donated=range(1, 1 + len(kv))))
+
+    @bridge.plain_tensors()
+    def stablehlo(
+        self, weights: Mapping[str, PackedWeight], kv: list[KV], inputs: StepInputs
+    ) -> str:
+        """The program of these inputs' bucket, not compiled, as StableHLO text."""
+        _, step, args = self._as_function(weights, kv, inputs)
+        return bridge.stablehlo(step, args)
+
+    def _as_function(
+        self, weights: Mapping[str, PackedWeight], kv: list[KV], inputs: StepInputs
+    ) -> tuple[list[str], Callable[..., list[torch.Tensor]], list[torch.Tensor]]:
+        """The arrays that a step takes, in order, the step, and the tensors that it is a function of."""
         # Once to see which arrays the model's operations ask for, and once with all of them in one.
         self._fn(weights, list(kv), inputs)
         bridge.forget()
@@ -71,17 +83,16 @@ class Forward:
             out, after = self._fn(weights, list(kv), inputs.reading(names, flat))
             return [out.logits, *(h.data for h in after)]
 
-        args = [flat, *(h.data for h in kv), *tensors_of(weights)]
-        return _Bucket(names, bridge.Captured(step, args, donated=range(1, 1 + len(kv))))
+        return names, step, [flat, *(h.data for h in kv), *tensors_of(weights)]
 
 
 class Sample:
-    """fn(logits [L, V], SampleInputs) -> tokens [L] as one program per bucket of rows, and one more where all rows
-    are greedy. Rows may come from the host; tokens go there."""
+    """fn(logits [L, V], SampleInputs) -> tokens [L] as one program per number of rows, and one more where all are
+    greedy."""
 
     def __init__(self, fn: Callable[[torch.Tensor, SampleInputs], torch.Tensor]) -> None:
         self._fn = fn
-        self._programs: dict[tuple[int, bool], bridge.Captured] = {}
+        self._programs: dict[tuple[Any, ...], bridge.Captured] = {}
 
     @property
     def compilations(self) -> int:
@@ -90,22 +101,16 @@ class Sample:
 
     @bridge.plain_tensors()
     def __call__(self, logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
-        count = len(logits)
-        more = row_bucket(count) - count
-        names = [] if rows.all_greedy else [f.name for f in fields(rows) if f.name != "all_greedy"]
-        args = [bridge.upload(F.pad(logits, (0, 0, 0, more)))]
-        args += [bridge.upload(F.pad(getattr(rows, name), (0, more))) for name in names]
-        key = (count + more, rows.all_greedy)
+        # Greedy rows need nothing but logits; what they do not need may be shared, and never uploaded.
+        names = () if rows.all_greedy else ROWS
+        args = [logits, *(getattr(rows, name) for name in names)]
+        key = (tuple(logits.shape), logits.dtype, rows.all_greedy)
         if key not in self._programs:
-            self._programs[key] = bridge.Captured(self._traced(names, rows.all_greedy), args)
-        return self._programs[key](args)[0].cpu()[:count]
 
-    def _traced(self, names: list[str], all_greedy: bool) -> Callable[..., list[torch.Tensor]]:
-        def draw(logits: torch.Tensor, *values: torch.Tensor) -> list[torch.Tensor]:
-            given: dict[str, Any] = dict.fromkeys(
-                ("temperature", "top_k", "top_p", "min_p", "seed", "counter")
-            )
-            given.update(zip(names, values, strict=True))
-            return [self._fn(logits, SampleInputs(**given, all_greedy=all_greedy))]
+            def draw(given: torch.Tensor, *values: torch.Tensor) -> list[torch.Tensor]:
+                drawn_by = dict.fromkeys(ROWS) | dict(zip(names, values, strict=True))
+                inputs = SampleInputs(**drawn_by, all_greedy=rows.all_greedy)
+                return [self._fn(given, inputs)]
 
-        return draw
+            self._programs[key] = bridge.Captured(draw, args)
+        return self._programs[key](args)[0]

@@ -12,6 +12,8 @@ import torch
 from octavo.backends.xla import backend as xla
 from octavo.backends.xla import sampling
 from octavo.core import ops as portable
+from octavo.core.lanes import LaneSet
+from octavo.core.warm_up import example_batches
 from octavo.plugins import KVSpec, Limits, ModelShape, SampleInputs
 
 BACKENDS = (xla.XlaBackend(), xla.TpuBackend())
@@ -33,9 +35,7 @@ def test_the_probe_imports_nothing_and_says_what_to_install(backend: xla.XlaBack
     assert done.returncode == 0, done.stderr
     if find_spec("torch_xla") is None:
         assert backend.probe().devices == ()
-        assert backend.probe().reason == (
-            "torch_xla is not installed: pip install 'octavo[xla]'"
-        )
+        assert backend.probe().reason == ("torch_xla is not installed: pip install 'octavo[xla]'")
 
 
 def test_torch_xla_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,16 +51,19 @@ def test_plans_are_static(backend: xla.XlaBackend, seqs: int, tokens: int | None
     limits = Limits(max_num_seqs=seqs, max_model_len=4096, max_num_batched_tokens=tokens)
     plan = backend.plan(shape(), "tpu", limits)
     assert plan == backend.plan(shape(), "tpu", limits)
-    lane = plan.lanes[0]
-    assert lane.token_buckets[-1] >= lane.max_tokens >= seqs
-    assert all(size % xla.SMALLEST == 0 for size in lane.token_buckets)
-    assert len(lane.token_buckets) <= 10, "each is a program to compile"
-    assert lane.seq_buckets[-1] >= seqs
-    assert lane.block_buckets[-1] * plan.block_size >= 4096
-    assert plan.max_logits_rows > seqs
+    LaneSet(plan.lanes, plan.max_logits_rows)  # the core can drive them
+    prompts, decodes = plan.lanes
+    assert prompts.token_buckets[-1] >= prompts.max_tokens >= seqs
+    assert decodes.token_buckets[-1] >= seqs
+    for lane in plan.lanes:
+        assert all(size % xla.SMALLEST == 0 for size in lane.token_buckets)
+        assert lane.seq_buckets[-1] >= seqs
+        assert lane.block_buckets[-1] * plan.block_size >= 4096
+        assert lane.row_buckets[-1] <= plan.max_logits_rows
+        table = lane.seq_buckets[-1] * lane.block_buckets[-1] * 4
+        assert table <= xla.TABLE_BYTES or plan.block_size == 256
     assert plan.block_size in backend.capabilities("tpu").block_sizes
-    table = lane.seq_buckets[-1] * lane.block_buckets[-1] * 4
-    assert table <= xla.TABLE_BYTES or plan.block_size == 256
+    assert len(list(example_batches(plan.lanes))) <= 30, "each is a program to compile"
 
 
 def test_an_asked_for_block_size_stands() -> None:

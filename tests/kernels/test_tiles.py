@@ -63,7 +63,8 @@ def test_write_groups_hold_every_slot_once(runs: list[tuple[int, int]], pad: int
     assert len(set(ids[used].tolist())) == used.sum()
     assert (ids[~used] == 0).all()
     found = {
-        int(ids[i]) * 8 + at: int(tokens[i, at]) for i, at in zip(*np.nonzero(tokens >= 0), strict=True)
+        int(ids[i]) * 8 + at: int(tokens[i, at])
+        for i, at in zip(*np.nonzero(tokens >= 0), strict=True)
     }
     assert found == {int(slot): i for i, slot in enumerate(slots) if slot >= 0}
 

@@ -69,7 +69,11 @@ class Step:
 
 
 def make(
-    sequences: list[tuple[int, int]], heads: tuple[int, int], sizes: tuple[int, int], dtype: Any, page: int
+    sequences: list[tuple[int, int]],
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    dtype: Any,
+    page: int,
 ) -> Step:
     dice = np.random.default_rng(7)
 
@@ -203,7 +207,9 @@ def test_a_step_of_padding_alone() -> None:
         assert bool((out == 0).all())
 
 
-@pytest.mark.parametrize(("dtype", "page"), [(jnp.float32, 16), (jnp.bfloat16, 8), (jnp.bfloat16, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "page"), [(jnp.float32, 16), (jnp.bfloat16, 8), (jnp.bfloat16, 64)]
+)
 def test_writing_touches_the_named_slots_only(dtype: Any, page: int) -> None:
     step = make([(37, 5), (50, 19), (9, 9), (64, 1), (65, 1)], (4, 2), (64, 48), dtype, page)
     cache = before = step.empty()
