@@ -1,7 +1,7 @@
 """Compiles StableHLO for TPUs on a machine without one: libtpu's compiler, no device.
 
 Needs jax and libtpu (ci/requirements/pallas.txt), and these variables before jax is imported, which libtpu reads
-by itself: JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost
+by itself: JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost ALLOW_MULTIPLE_LIBTPU_LOAD=1
 """
 
 from __future__ import annotations

@@ -180,9 +180,9 @@ def test_attention(
 
 
 def races() -> bool:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+    from jax._src.pallas.mosaic import interpret
 
-    return bool(interpret_pallas_call.races.races_found)
+    return bool(interpret.races.races_found)
 
 
 def test_copies_do_not_race() -> None:
