@@ -173,6 +173,9 @@ def page() -> str:
         "### Ops",
         doc(contract.Ops),
         methods(contract.Ops),
+        "### Transfer",
+        doc(contract.Transfer),
+        methods(contract.Transfer),
     ]
     parts += [data(kind) for kind in CONTRACT]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"

@@ -4,16 +4,21 @@ Blocks are ref-counted. A block is shared by prefix hits and by forks, and copie
 to it (copy-on-write, PagedAttention, Kwon et al. 2023, section 4.3). A full block is known by a hash
 chain over its tokens and all before it; a free block keeps its hash until it is reused, so a later
 prompt may take it back. Reuse order: blocks without a hash first, then least recently used, and of
-one sequence the tail first. Block 0 is the null block: padding points at it and nobody owns it.
+one sequence the tail first. Where a device may read a block after it was freed, it *rests* for some
+steps before it counts as free; one that a transfer to the host reads is *pinned* until that is done. Block 0 is the null block: padding points at it and nobody owns it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from octavo.core.types import Int32
+
+if TYPE_CHECKING:
+    from octavo.core.contract_data import Transfer
 
 BlockHash = bytes
 
@@ -62,9 +67,18 @@ class BlockManager:
         num_blocks: blocks in the pool, the null block included.
         block_size: tokens in a block.
         prefix_caching: whether full blocks are remembered by hash.
+        rest: steps after a block was freed in which it is not written.
+        drain: waits until the device reads no freed block any more.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        rest: int = 0,
+        drain: Callable[[], None] = lambda: None,
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(
                 f"the KV cache needs at least 2 blocks (one is the null block), got {num_blocks}"
@@ -77,6 +91,10 @@ class BlockManager:
         self._cached: dict[BlockHash, int] = {}
         self._unhashed = list(range(num_blocks - 1, 0, -1))  # a stack: the last is taken first
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._rest, self._drain = rest, drain
+        self._resting: OrderedDict[int, int] = OrderedDict()  # block -> the step it was freed in
+        self._step = 0
+        self._pins: list[tuple[list[int], Transfer]] = []
         self.evictions = 0
         self.frees = 0  # calls that may have made room
 
@@ -91,7 +109,12 @@ class BlockManager:
 
     @property
     def num_used(self) -> int:
-        return self.usable - self.num_free
+        return self.usable - self.num_free - len(self._resting)
+
+    @property
+    def num_resting(self) -> int:
+        """Blocks that nobody owns and that are not free yet."""
+        return len(self._resting)
 
     @property
     def num_cached(self) -> int:
@@ -146,7 +169,7 @@ class BlockManager:
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more owner for each block: a prefix hit or a fork."""
         for block in blocks:
-            if self._refs[block] == 0:
+            if self._refs[block] == 0 and self._resting.pop(block, None) is None:
                 del self._evictable[block]
             self._refs[block] += 1
 
@@ -159,10 +182,62 @@ class BlockManager:
                 raise BlockAuditError(f"block {block} was freed more often than it was taken")
             self._refs[block] = refs
             if refs == 0:
-                if self._hash_of[block] is None:
+                if self._rest:
+                    self._resting[block] = self._step
+                elif self._hash_of[block] is None:
                     self._unhashed.append(block)
                 else:
                     self._evictable[block] = None
+
+    def pin(self, blocks: Sequence[int], transfer: Transfer) -> None:
+        """Keeps blocks as they are, whoever frees them, until `transfer` is done.
+
+        Those of a running sequence must be full: it does not ask before it writes to its last one.
+        """
+        self.acquire(blocks)
+        self._pins.append((list(blocks), transfer))
+
+    def begin_step(self, step: int) -> None:
+        """Frees what has rested long enough when step number `step` is planned, and what no transfer
+        reads any more."""
+        self._step = step
+        if self._pins:
+            self._unpin([pin for pin in self._pins if pin[1].done()])
+        if self._resting:
+            self._wake(step - self._rest)
+
+    def settle(self) -> bool:
+        """Waits for the device and for all transfers, when nothing can run before blocks are free.
+        False when there was nothing to wait for."""
+        if not self._resting and not self._pins:
+            return False
+        for _, transfer in self._pins:
+            transfer.wait()
+        self._unpin(list(self._pins))
+        self._drain()
+        self._wake(self._step + 1)
+        return True
+
+    def _unpin(self, ended: list[tuple[list[int], Transfer]]) -> None:
+        for pin in ended:
+            self._pins.remove(pin)
+            self.free(pin[0])
+
+    def _wake(self, before: int) -> None:
+        """Frees the resting blocks that were given back before step `before` was planned."""
+        woken = []
+        for block, step in self._resting.items():
+            if step >= before:
+                break
+            woken.append(block)
+        for block in woken:
+            del self._resting[block]
+            if self._hash_of[block] is None:
+                self._unhashed.append(block)
+            else:
+                self._evictable[block] = None
+        if woken:
+            self.frees += 1
 
     def remember(self, block: int, key: BlockHash) -> None:
         """Makes a full block findable. The first block with a hash keeps it; a twin stays unhashed."""
@@ -193,6 +268,8 @@ class BlockManager:
         for table in tables:
             for block in table:
                 owners[block] += 1
+        for block in [block for pinned, _ in self._pins for block in pinned]:
+            owners[block] += 1
         problems = []
         if owners[0] or self._refs[0]:
             problems.append("the null block has an owner")
@@ -201,7 +278,7 @@ class BlockManager:
                 problems.append(
                     f"block {block}: {owners[block]} owners, ref count {self._refs[block]}"
                 )
-        free = [*self._unhashed, *self._evictable]
+        free = [*self._unhashed, *self._evictable, *self._resting]
         if len(set(free)) != len(free):
             problems.append("a block is free twice")
         if set(free) != {b for b in range(1, self.num_blocks) if self._refs[b] == 0}:

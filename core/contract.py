@@ -28,6 +28,7 @@ from octavo.core.contract_data import (
     Program,
     SampleInputs,
     StepOut,
+    Transfer,
     WeightSpec,
 )
 from octavo.core.contract_ops import Ops, fusion_stands
@@ -57,6 +58,7 @@ __all__ = [
     "Program",
     "SampleInputs",
     "StepOut",
+    "Transfer",
     "WeightSpec",
     "fusion_stands",
 ]
@@ -69,13 +71,15 @@ class Backend:
     """A hardware family. Subclass it, name it, probe for devices; override what can be faster.
 
     name: the backend's own name; device_types: the words `--device` takes for it; priority: higher
-    is tried first by `--device auto`; negative is never chosen by it.
+    is tried first by `--device auto`; negative is never chosen by it. pins_frees: for how many steps
+    after a block was freed the device may still read it; so long nothing is written to it.
     """
 
     name: str = ""
     device_types: tuple[str, ...] = ()
     api_version: tuple[int, int] = API_VERSION
     priority: int = 0
+    pins_frees: int = 0
 
     def probe(self) -> Probe:
         """Which devices there are, or why none. Imports nothing heavy."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from octavo.core.types import Batch
+
+if TYPE_CHECKING:
+    import torch
 
 Handle = Any
 """A layer's KV cache as its backend keeps it. The core passes it around and never looks inside."""
@@ -49,6 +52,9 @@ class Capabilities:
     dtypes: tuple[str, ...] = ("float32",)
     native_dtypes: tuple[str, ...] = ("float32",)  # those that are not slower than float32
     kv_dtypes: tuple[str, ...] = ("float32",)
+    kv_follows_dtype: bool = (
+        False  # a cache in the weights' dtype is the fastest: what "auto" means
+    )
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     head_sizes: tuple[int, int, int] = (1, 1024, 1)  # smallest, largest, multiple
     # "dynamic": any. "bucketed": those of the plan's lanes are best, and are run once at the start.
@@ -269,6 +275,18 @@ class StepOut:
     hidden: Any = None
     pooled: Any = None
     tokens: Any = None
+
+
+class Transfer(Protocol):
+    """A copy of KV blocks to the host that is under way. Its blocks are not written until it is done."""
+
+    def done(self) -> bool:
+        """Whether it has ended; does not wait."""
+        ...
+
+    def wait(self) -> torch.Tensor:
+        """The blocks [count, bytes] of uint8 on the host, once they are there."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from octavo.core.contract_data import (
     LayerSpec,
     PackedWeight,
     SampleInputs,
+    Transfer,
     WeightSpec,
 )
 
@@ -89,8 +90,9 @@ class Ops:
         """Copies block a to block b in every layer, for (a, b) in order."""
         return portable.copy_blocks(handles, pairs)
 
-    def export_blocks(self, handles: list[Handle], ids: Sequence[int]) -> torch.Tensor:
-        """The named blocks of all layers as one contiguous host tensor [len(ids), bytes] of uint8."""
+    def export_blocks(self, handles: list[Handle], ids: Sequence[int]) -> torch.Tensor | Transfer:
+        """The named blocks of all layers as one contiguous host tensor [len(ids), bytes] of uint8, or a
+        transfer that will have it: until that is done nothing writes the blocks."""
         return portable.export_blocks(handles, ids)
 
     def import_blocks(
@@ -98,6 +100,10 @@ class Ops:
     ) -> list[Handle]:
         """The inverse of `export_blocks`, into blocks `ids`."""
         return portable.import_blocks(src, handles, ids)
+
+    def drain(self) -> None:
+        """Returns once the device reads no freed block any more: asked when nothing can run before
+        blocks are there that `Backend.pins_frees` holds back."""
 
     # Attention.
 
@@ -220,6 +226,14 @@ class Ops:
         (seed, counter, vocabulary id) alone. -1 where no token is allowed or a logit is NaN.
         """
         return portable.sample(logits, rows)
+
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+        """Sets logits [L, V] float32 of tokens that may not be drawn to minus infinity, in place.
+
+        rows [R] int64: which rows; words [R, ceil(V / 32)] int32: bit v % 32 of word v // 32 stands
+        for token v, 1 where it may be drawn.
+        """
+        portable.mask_logits(logits, rows, words)
 
     def token_logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor

@@ -54,6 +54,7 @@ class Planner:
         self._waiting = roster.waiting
         self._turns = list(lanes.modes)  # the one whose turn it is first
         self.shares = blocks.prefix_caching and lanes.longest_whole is None
+        self._short = False  # somebody who runs waits for blocks that rest
         self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
 
     def plan(self) -> StepPlan | None:
@@ -61,12 +62,12 @@ class Planner:
         copies: dict[int, int] = {}  # destination -> source
         preempted: list[str] = []
         turns = self._turns
-        for mode in turns:
-            decodes, prompts = self._plan(mode, copies, preempted)
-            if decodes or prompts:
-                break
-        else:
-            return None
+        self.blocks.begin_step(self.roster.steps + 1)
+        mode, decodes, prompts = self._first_mode(copies, preempted)
+        while not decodes and not prompts:
+            if not self.roster.groups or not self.blocks.settle():
+                return None
+            mode, decodes, prompts = self._first_mode(copies, preempted)
         if len(turns) > 1:
             turns.remove(mode)
             turns.append(mode)
@@ -81,6 +82,16 @@ class Planner:
             lanes=lanes,
         )
 
+    def _first_mode(
+        self, copies: dict[int, int], preempted: list[str]
+    ) -> tuple[Mode, list[ScheduledTokens], list[ScheduledTokens]]:
+        """The first mode in turn that has something to run, and what `_plan` says of it."""
+        for mode in self._turns:
+            decodes, prompts = self._plan(mode, copies, preempted)
+            if decodes or prompts:
+                break
+        return mode, decodes, prompts
+
     def _plan(
         self, mode: Mode, copies: dict[int, int], preempted: list[str]
     ) -> tuple[list[ScheduledTokens], list[ScheduledTokens]]:
@@ -94,6 +105,7 @@ class Planner:
         decodes = (
             _count_decoding(running) if shared else 0
         )  # still to be planned, where they compete
+        self._short = False
         position = 0
         while position < len(running) and (places > 0 or left.tokens > 0):
             sequence = running[position]
@@ -122,7 +134,9 @@ class Planner:
             if shared and len(preempted) > already:  # who is gone claims no part of the budget
                 decodes = _count_decoding(running[position + kept :])
             if not kept:
-                continue  # it had to go itself: the next one stands at its position
+                # It had to go itself, so that the next one stands at its position, or it waits.
+                position += sequence.running
+                continue
             position += 1
             if not apart:
                 items.append(item)
@@ -131,7 +145,11 @@ class Planner:
             else:
                 prompts.append(item)
                 left.take(item)
-        if mode.prompt is not None and (not preempted or not (items or prompts)):
+        if (
+            mode.prompt is not None
+            and not self._short
+            and (not preempted or not (items or prompts))
+        ):
             # else whoever was preempted would take the blocks back
             left.tokens = places if shared else left.tokens
             self._admit(prompts, left, mode.prompt)
@@ -176,7 +194,7 @@ class Planner:
         preempted: list[str],
     ) -> bool:
         """Blocks for the tokens of `item`, preempting from the end of `running`. False when the
-        sequence itself had to go."""
+        sequence itself had to go, or waits for blocks that rest."""
         blocks = self.blocks
         first = item.start // blocks.block_size
         while True:
@@ -186,6 +204,9 @@ class Planner:
             )
             if max(need, 0) + shared <= blocks.num_free:
                 break
+            if max(need, 0) + shared <= blocks.num_free + blocks.num_resting:
+                self._short = True
+                return False
             victim = self._victim(position)
             self.roster.preempt(victim)
             preempted.append(victim.request.id)

@@ -23,6 +23,7 @@ from octavo.core.contract import (
     Program,
     SampleInputs,
     StepOut,
+    Transfer,
     WeightSpec,
 )
 from octavo.core.instruments import Instruments, LinearPath, Peaks
@@ -58,6 +59,7 @@ __all__ = [
     "SampleInputs",
     "Scheme",
     "StepOut",
+    "Transfer",
     "WeightSpec",
     "hookimpl",
     "hookspec",

@@ -7,16 +7,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.admission import SchedulerLimits
-from octavo.core.bad_words import VocabularyIndex
 from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.numbers import choose_numbers
+from octavo.core.entry.vocabulary import grammars_of, vocabulary_of
 from octavo.core.lanes import LaneError, LaneSet
 from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
@@ -91,9 +91,15 @@ def resolve_model(
 
 
 def build_engine(
-    config: EngineConfig, *, files: ModelFiles | None = None, progress: Progress | None = None
+    config: EngineConfig,
+    *,
+    files: ModelFiles | None = None,
+    progress: Progress | None = None,
+    resolved: Resolved | None = None,
 ) -> Engine:
     """Loads a model on a device and returns the engine that runs it.
+
+    resolved: the backend, where it is known already and need not be looked for by `config.device`.
 
     Raises:
         ConfigError, ModelError: what was asked, what is possible, and what to change.
@@ -102,7 +108,7 @@ def build_engine(
     progress = progress or SilentProgress()
     phases = Phases()
     with phases("find device"):
-        resolved = resolve_device(config.device)
+        resolved = resolved or resolve_device(config.device)
     backend, device = resolved.backend, resolved.device
     where = _bind(config, phases)
     with phases("find model"):
@@ -132,7 +138,8 @@ def build_engine(
         max_len = context_length(config, limits, plan, num_blocks, phases)
         alloc_kv = partial(ops.alloc_kv, shape.kv, num_blocks, plan.block_size)
         kv = alloc_kv()
-    scheduler = make_scheduler(config, made, num_blocks, max_len, phases)
+    scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases)
+    grammars = grammars_of(files, shape.vocab_size, made.eos_token_ids)
     from octavo.core.runner import Runner
 
     with phases("warm up"):
@@ -145,8 +152,9 @@ def build_engine(
             weights,
             kv,
             alloc_kv,
-            _vocabulary(files, shape.vocab_size),
+            vocabulary_of(files, shape.vocab_size),
             len(shape.kv),
+            grammars,
         )
         if backend.capabilities(device).shapes != "dynamic":
             count = runner.warm_up(progress)
@@ -174,11 +182,11 @@ def build_engine(
         notes=tuple(phases.notes),
         capabilities=asdict(backend.capabilities(device)),
     )
-    return Engine(scheduler, runner, info)
+    return Engine(scheduler, runner, info, grammars)
 
 
 def make_scheduler(
-    config: EngineConfig, made: Design, num_blocks: int, max_len: int, phases: Phases
+    config: EngineConfig, made: Design, ops: Ops, num_blocks: int, max_len: int, phases: Phases
 ) -> Scheduler:
     """The scheduler that drives the plan's lanes, over an empty KV cache."""
     plan = made.plan
@@ -197,7 +205,9 @@ def make_scheduler(
         fcfs_only=config.scheduling_policy == "fcfs",
         lanes=plan.lanes,
     )
-    return Scheduler(BlockManager(num_blocks, plan.block_size, caching), limits, config.seed)
+    rest = made.resolved.backend.pins_frees
+    blocks = BlockManager(num_blocks, plan.block_size, caching, rest, ops.drain)
+    return Scheduler(blocks, limits, config.seed)
 
 
 def _bind(config: EngineConfig, phases: Phases) -> Binding | None:
@@ -456,17 +466,3 @@ def _shortened(config: EngineConfig, limits: Limits, most: int, phases: Phases) 
         f"{limits.max_model_len})"
     )
     return most
-
-
-def _vocabulary(files: ModelFiles, vocab_size: int) -> Any:
-    """skip_special -> VocabularyIndex, loading the tokenizer when first asked. It has an entry for each
-    of the model's logits: a tokenizer may know fewer tokens, or more."""
-
-    @cache
-    def index(skip_special: bool) -> VocabularyIndex:
-        from octavo.core.loading.tokenizer import load_tokenizer
-
-        known = load_tokenizer(files).vocabulary_bytes(skip_special)[:vocab_size]
-        return VocabularyIndex(known + [b""] * (vocab_size - len(known)))
-
-    return index

@@ -55,6 +55,7 @@ class Scenario:
     aborts: tuple[Abort, ...]
     failures: tuple[int, ...] = ()  # steps that fail
     lanes: tuple[Lane, ...] = ()
+    rest: int = 0  # steps that a freed block rests
     losses: bool = False  # whether a step that fails takes the KV cache with it
 
 
@@ -86,7 +87,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
     r = rig(
         blocks=s.blocks, block_size=s.block_size, budget=s.budget, max_num_seqs=s.max_num_seqs,
         rows=s.rows, chunk_multiple=s.chunk_multiple, max_model_len=s.max_model_len,
-        prefix_caching=s.prefix_caching, lanes=s.lanes,
+        prefix_caching=s.prefix_caching, lanes=s.lanes, rest=s.rest,
     )  # fmt: skip
     failed: set[tuple[str, int]] = set()
 
@@ -222,6 +223,7 @@ def random_scenario(dice: random.Random) -> Scenario:
         aborts=aborts,
         failures=failures,
         losses=dice.random() < 0.5,
+        rest=dice.choice([0, 0, 1, 3]),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,6 +91,29 @@ class AuditFailure(BaseException):
     """A plan or the KV cache is wrong. No `Exception`: an engine ends a step's requests on those."""
 
 
+class WatchedBlocks(BlockManager):
+    """Knows of every free block since which step nobody owns it."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool, rest: int) -> None:
+        super().__init__(num_blocks, block_size, prefix_caching, rest, self._drained)
+        self.freed: dict[int, int] = {}
+        self.now = self.drains = 0
+
+    def free(self, blocks: SequenceOf[int]) -> None:
+        super().free(blocks)
+        self.freed.update({block: self.now for block in blocks if self._refs[block] == 0})
+
+    def _drained(self) -> None:
+        self.drains += 1
+        self.freed.clear()
+
+    def audit(self, written: Iterable[int], step: int) -> None:
+        """That the device reads none of these blocks for a former owner any more."""
+        for block in written:
+            since = step - self.freed.pop(block, -(10**9))
+            assert since > self._rest, f"block {block} is written {since} steps after it was freed"
+
+
 class NullRunner:
     """Computes steps on numbers, and audits every plan on the way.
 
@@ -137,6 +161,9 @@ class NullRunner:
         self._audit(step)
         size = self.blocks.block_size
         pages = self.kv.reshape(-1, size)
+        if isinstance(self.blocks, WatchedBlocks):
+            self.blocks.now = step.step
+            self.blocks.audit((target for _, target in step.copies), step.step)
         self.copies += len(step.copies)
         for source, target in step.copies:
             pages[target] = pages[source]
@@ -156,6 +183,8 @@ class NullRunner:
         assert len(np.unique(written)) == len(written), "a slot is written twice in one step"
         assert (slots[batch.num_tokens :] == -1).all()
         owned = np.unique(written // size)
+        if isinstance(self.blocks, WatchedBlocks):
+            self.blocks.audit(owned.tolist(), part.step)
         for block in owned.tolist():
             assert block and self.blocks._refs[block] == 1, f"block {block} is written while shared"
             assert self.blocks._hash_of[block] is None, f"block {block} is written while cached"
@@ -352,6 +381,7 @@ class Rig:
     def check_empty(self) -> None:
         stats = self.scheduler.stats()
         assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
+        self.scheduler.blocks.settle()
         assert self.scheduler.blocks.num_free == self.scheduler.blocks.usable
         assert not self.scheduler.running and not list(self.scheduler.sequences())
         assert self.scheduler.roster.slots_taken == 0
@@ -378,6 +408,7 @@ def rig(
     chunk_multiple: int = 1,
     prefix_caching: bool = True,
     fcfs_only: bool = False,
+    rest: int = 0,
     lane: Lane | None = None,
     lanes: tuple[Lane, ...] = (),
     runner: Callable[[BlockManager, SchedulerLimits, Lane | None], NullRunner] | None = None,
@@ -392,7 +423,7 @@ def rig(
         fcfs_only=fcfs_only,
         lanes=lanes,
     )
-    manager = BlockManager(blocks, block_size, prefix_caching)
+    manager = WatchedBlocks(blocks, block_size, prefix_caching, rest)
     made = (runner or NullRunner)(manager, limits, lane)
     scheduler = Scheduler(manager, limits)
     made.waiting = scheduler.roster.waiting

@@ -238,3 +238,69 @@ def test_the_audit_sees_a_table_that_nobody_counted() -> None:
     table = manager.allocate(2)
     with pytest.raises(BlockAuditError, match="2 owners, ref count 1"):
         manager.check([table, table[:1]])
+
+
+# ------------------------------------------------------------------- resting and pinned blocks
+
+
+class Copying:
+    """A transfer that ends when it is told to, or waited for."""
+
+    def __init__(self) -> None:
+        self.ended = self.waited = False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def wait(self) -> None:
+        self.ended = self.waited = True
+
+
+def test_a_freed_block_rests() -> None:
+    drained: list[int] = []
+    made = BlockManager(4, 4, rest=2, drain=lambda: drained.append(made.num_resting))
+    made.begin_step(1)
+    blocks = made.allocate(3)
+    made.free(blocks[:1])
+    assert (made.num_free, made.num_resting, made.num_used) == (0, 1, 2)
+    made.begin_step(2)
+    made.free(blocks[1:2])
+    made.begin_step(3)
+    assert made.num_free == 0
+    made.begin_step(4)  # steps 2 and 3 came after the first was freed
+    assert (made.num_free, made.num_resting) == (1, 1)
+    made.check([blocks[2:]])
+    assert made.settle() and drained == [1] and made.num_free == 2
+    assert not made.settle()
+
+
+def test_a_cached_block_is_taken_over_while_it_rests() -> None:
+    made = BlockManager(4, 4, rest=5)
+    (block,) = made.allocate(1)
+    made.remember(block, b"x")
+    made.free([block])
+    made.acquire(made.lookup([b"x"]))
+    assert made.num_resting == 0
+    made.check([[block]])
+    made.free([block])
+    made.settle()
+    made.check([])
+    assert made.lookup([b"x"]) == [block]
+
+
+def test_a_transfer_pins_its_blocks() -> None:
+    made, copying = BlockManager(4, 4), Copying()
+    blocks = made.allocate(2)
+    made.pin(blocks, copying)  # type: ignore[arg-type]
+    assert made.is_shared(blocks[0])  # a writer would get a copy
+    made.free(blocks)
+    made.begin_step(1)
+    assert made.num_free == 1
+    made.check([])
+    copying.ended = True
+    made.begin_step(2)
+    assert made.num_free == 3 and not copying.waited
+    made.check([])
+    again = Copying()
+    made.pin(made.allocate(1), again)  # type: ignore[arg-type]
+    assert made.settle() and again.waited

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scenarios import Abort, Arrival, Scenario, play, random_lanes, random_scenario
-from support import Rig
+from support import Rig, WatchedBlocks
 
 _steps: list[int] = []
 _lanes_used: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)  # by number of lanes
@@ -25,6 +25,7 @@ _seen = {
     "prefix_waits": 0,
     "copies": 0,
     "losses": 0,
+    "drains": 0,
 }
 
 
@@ -73,6 +74,7 @@ def scenarios(draw: st.DrawFn, crowd: bool = False) -> Scenario:
         aborts=tuple(draw(st.lists(abort, max_size=5))),
         failures=tuple(draw(st.one_of(st.just([]), st.lists(st.integers(1, 30), max_size=3)))),
         losses=count % 2 == 0,
+        rest=(0, 1, 0, 3)[count % 4],
     )
 
 
@@ -114,6 +116,8 @@ def count(steps: int, r: Rig) -> None:
         _seen[name] += getattr(stats, name)
     _seen["copies"] += r.runner.copies
     _seen["losses"] += r.runner.losses
+    assert isinstance(r.scheduler.blocks, WatchedBlocks)
+    _seen["drains"] += r.scheduler.blocks.drains
 
 
 def test_the_scenarios_were_many_and_hard() -> None:

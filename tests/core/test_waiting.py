@@ -291,6 +291,11 @@ class Failing:
             raise RuntimeError("out of luck")
         return self.r.runner.execute(step)
 
+    compilations = 0
+
+    def recover(self) -> bool:
+        return False
+
 
 def test_the_makers_step_fails() -> None:
     r = rig(block_size=4)
