@@ -103,7 +103,7 @@ class XlaBackend(Backend):
             ops={"every op": "XLA"} | dict.fromkeys(kernels, self.attention),
             notes={
                 "step": "one XLA program per bucket, all compiled at the start",
-                "ran on": "PJRT CPU; TPU v4, v5e, v5p and v6e programs are compiled, never executed",
+                "ran on": "PJRT CPU; the kernels are compiled for TPU v4, v5e, v5p and v6e, never executed",
             },
         )
 
