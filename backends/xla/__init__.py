@@ -1,0 +1,1 @@
+"""TPUs, and any other device of PJRT, through torch_xla."""

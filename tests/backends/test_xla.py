@@ -1,0 +1,102 @@
+"""What of the XLA backend can be checked where torch_xla is not installed. `tests/lanes/xla` runs the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from octavo.backends.xla import backend as xla
+from octavo.backends.xla import sampling
+from octavo.core import ops as portable
+from octavo.core.lanes import LaneSet
+from octavo.core.warm_up import example_batches
+from octavo.plugins import KVSpec, Limits, ModelShape, SampleInputs
+
+BACKENDS = (xla.XlaBackend(), xla.TpuBackend())
+
+
+def shape(max_position: int = 4096) -> ModelShape:
+    kv = KVSpec((0, 1), 8, 128, 128)
+    return ModelShape("Llama", 2, 4096, 32, 8, 128, 32000, max_position, 1, (kv,))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_the_probe_imports_nothing_and_says_what_to_install(backend: xla.XlaBackend) -> None:
+    code = (
+        "import sys; from octavo.backends.xla.plugin import octavo_backends\n"
+        "print([b.probe() for b in octavo_backends()])\n"
+        "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules), sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if find_spec("torch_xla") is None:
+        assert backend.probe().devices == ()
+        assert backend.probe().reason == ("torch_xla is not installed: pip install 'octavo[xla]'")
+
+
+def test_torch_xla_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0+cpu", "torch_xla": "2.9.0"}
+    monkeypatch.setattr(xla, "find_spec", lambda name: object())
+    monkeypatch.setattr(xla.metadata, "version", versions.__getitem__)
+    assert "torch_xla 2.9.0 needs torch 2.9, here is 2.13.0+cpu" in xla.unusable()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize(("seqs", "tokens"), [(1, None), (64, None), (100, 1000), (256, 8192)])
+def test_plans_are_static(backend: xla.XlaBackend, seqs: int, tokens: int | None) -> None:
+    limits = Limits(max_num_seqs=seqs, max_model_len=4096, max_num_batched_tokens=tokens)
+    plan = backend.plan(shape(), "tpu", limits)
+    assert plan == backend.plan(shape(), "tpu", limits)
+    LaneSet(plan.lanes, plan.max_logits_rows)  # the core can drive them
+    prompts, decodes = plan.lanes
+    assert prompts.token_buckets[-1] >= prompts.max_tokens >= seqs
+    assert decodes.token_buckets[-1] >= seqs
+    for lane in plan.lanes:
+        assert all(size % xla.SMALLEST == 0 for size in lane.token_buckets)
+        assert lane.seq_buckets[-1] >= seqs
+        assert lane.block_buckets[-1] * plan.block_size >= 4096
+        assert lane.row_buckets[-1] <= plan.max_logits_rows
+        table = lane.seq_buckets[-1] * lane.block_buckets[-1] * 4
+        assert table <= xla.TABLE_BYTES or plan.block_size == 256
+    assert plan.block_size in backend.capabilities("tpu").block_sizes
+    assert len(list(example_batches(plan.lanes))) <= 30, "each is a program to compile"
+
+
+def test_an_asked_for_block_size_stands() -> None:
+    limits = Limits(max_num_seqs=64, max_model_len=4096, block_size=8)
+    assert BACKENDS[1].plan(shape(), "tpu", limits).block_size == 8
+
+
+def test_draws_are_the_portable_ones() -> None:
+    dice = torch.Generator().manual_seed(5)
+    logits = torch.randn(48, 997, generator=dice) * 3
+    logits[5, :] = float("-inf")
+    logits[6, 3] = float("nan")
+    logits[7, 500:] = logits[7, :497]  # ties
+    rows = SampleInputs(
+        temperature=torch.tensor([0.0, 0.3, 1.0, 2.0] * 12),
+        top_k=torch.tensor([0, 1, 5, 50, 0, 2000] * 8, dtype=torch.int32),
+        top_p=torch.tensor([1.0, 0.9, 0.3, 1e-9] * 12),
+        min_p=torch.tensor([0.0, 0.05, 1.0] * 16),
+        seed=torch.randint(-(2**63), 2**63 - 1, (48,), generator=dice),
+        counter=torch.arange(48),
+    )
+    assert sampling.sample(logits, rows).tolist() == portable.sample(logits, rows).tolist()
+    greedy = SampleInputs(*[None] * 6, all_greedy=True)
+    wanted = logits.argmax(-1)
+    wanted[5:7] = -1
+    assert torch.equal(sampling.sample(logits, greedy), wanted)
+
+
+def test_noise_is_bit_for_bit_the_portable_one() -> None:
+    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
+    counters = torch.tensor([0, 1, 2, 3, 2**40, 7])
+    ids = torch.arange(4099).expand(6, -1)
+    mine = sampling.uniforms(seeds, counters, ids)
+    for row, seed, counter in zip(mine, seeds.tolist(), counters.tolist(), strict=True):
+        wanted = portable.uniform_bits(seed, counter, 4099, torch.device("cpu"))
+        assert torch.equal(row, wanted)

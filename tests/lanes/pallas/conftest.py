@@ -1,0 +1,15 @@
+"""libtpu and jax read these by themselves, when they are first imported; neither takes them as arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(
+    JAX_PLATFORMS="cpu",  # interpret on the CPU, whatever else is there
+    TPU_SKIP_MDS_QUERY="1",  # libtpu would ask a cloud's metadata server which chip this is
+    TPU_WORKER_HOSTNAMES="localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # no chip is held, so others may compile beside this
+)
+sys.path.insert(0, str(Path(__file__).parents[3] / "ci"))
