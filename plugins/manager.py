@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from octavo.core.loading.files import ModelFiles
 
 GROUP = "octavo"
+FIRST_MAJOR = 1
+"""Of the contract. An engine takes backends of its own major version and of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,20 @@ class Plugins:
                 f"backend {backend.name!r} has api_version {backend.api_version!r}, "
                 f"not a pair as {API_VERSION}"
             ) from None
-        if major != API_VERSION[0]:
+        newest = API_VERSION[0]
+        taken = [m for m in (newest, newest - 1) if m >= FIRST_MAJOR]
+        if major not in taken:
             raise ConfigError(
                 f"backend {backend.name!r} is built for contract {major}.{minor}; this engine has "
-                f"{API_VERSION[0]}.{API_VERSION[1]}: use a release of it built for contract {API_VERSION[0]}"
+                f"{newest}.{API_VERSION[1]}: use a release of it built for contract "
+                f"{' or '.join(map(str, taken))}"
             )
-        if minor > API_VERSION[1]:
+        if major < newest:
+            self.warnings.append(
+                f"backend {backend.name!r} is built for the older contract {major}.{minor} (this engine has "
+                f"{newest}.{API_VERSION[1]}), which the next one no longer takes"
+            )
+        elif minor > API_VERSION[1]:
             self.warnings.append(
                 f"backend {backend.name!r} is built for the newer contract {major}.{minor} "
                 f"(this engine has {API_VERSION[0]}.{API_VERSION[1]}); what is new there is not used"

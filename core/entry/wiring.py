@@ -91,9 +91,15 @@ def resolve_model(
 
 
 def build_engine(
-    config: EngineConfig, *, files: ModelFiles | None = None, progress: Progress | None = None
+    config: EngineConfig,
+    *,
+    files: ModelFiles | None = None,
+    progress: Progress | None = None,
+    resolved: Resolved | None = None,
 ) -> Engine:
     """Loads a model on a device and returns the engine that runs it.
+
+    resolved: the backend, where it is known already and need not be looked for by `config.device`.
 
     Raises:
         ConfigError, ModelError: what was asked, what is possible, and what to change.
@@ -102,7 +108,7 @@ def build_engine(
     progress = progress or SilentProgress()
     phases = Phases()
     with phases("find device"):
-        resolved = resolve_device(config.device)
+        resolved = resolved or resolve_device(config.device)
     backend, device = resolved.backend, resolved.device
     where = _bind(config, phases)
     with phases("find model"):

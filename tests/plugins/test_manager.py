@@ -169,6 +169,17 @@ def test_a_newer_minor_version_loads_with_a_warning(
     assert "newer contract 1.7" in found.warnings[0]
 
 
+def test_the_major_version_before_loads_with_a_warning(
+    point: Callable[..., metadata.EntryPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.plugins.manager.API_VERSION", (3, 0))
+    backends = [Toy(f"of{v}", api=(v, 5)) for v in (1, 2, 4)] + [Toy("of3", api=(3, 0))]
+    found = Plugins([point("p", *backends)])
+    assert words(found) == ["of2", "of3"]
+    assert "older contract 2.5" in found.warnings[0] and len(found.warnings) == 1
+    assert all("contract 3 or 2" in problem.reason for problem in found.problems)
+
+
 def test_misspelt_and_unmarked_hooks_are_named(point: Callable[..., metadata.EntryPoint]) -> None:
     found = Plugins(
         [

@@ -1,0 +1,307 @@
+"""Ops that are wrong in one way each. Each class's docstring says how."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from octavo.core.quantization.base import QuantizedTensor
+from octavo.plugins import Ops as Portable
+
+
+class Ops(Portable):
+    """Nothing is wrong."""
+
+
+class WritesOneSlotMore(Ops):
+    """The last row also goes to the slot behind its own."""
+
+    def write_kv(self, handle: Any, k: Any, v: Any, meta: Any, group: int = 0) -> Any:
+        handle = super().write_kv(handle, k, v, meta, group)
+        last = int(meta.slots[group].max())
+        for cache in handle:
+            flat = cache.flatten(0, 1)
+            if last + 1 < len(flat):
+                flat[last + 1] = flat[last]
+        return handle
+
+
+class WritesPadding(Ops):
+    """Slot -1 is the last slot, as indexing from the end has it."""
+
+    def write_kv(self, handle: Any, k: Any, v: Any, meta: Any, group: int = 0) -> Any:
+        for cache, new in zip(handle, (k, v), strict=True):
+            cache.flatten(0, 1)[meta.slots[group]] = new.to(cache.dtype)
+        return handle
+
+
+class IgnoresWindow(Ops):
+    """Every position is seen."""
+
+    def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
+        return super().paged_attention(q, handle, meta, **{**options, "window": 0})
+
+
+class IgnoresSoftcap(Ops):
+    """Scores are not capped."""
+
+    def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
+        return super().paged_attention(q, handle, meta, **{**options, "softcap": 0.0})
+
+
+class IgnoresSinks(Ops):
+    """The denominator has no sink."""
+
+    def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
+        return super().paged_attention(q, handle, meta, **{**options, "sinks": None})
+
+
+class HeadsInTurn(Ops):
+    """Query head h reads KV head h modulo their number."""
+
+    def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
+        kv_heads = handle[0].shape[2]
+        group = q.shape[1] // kv_heads
+        there = torch.arange(q.shape[1]).view(group, kv_heads).T.reshape(-1)
+        sinks = options.get("sinks")
+        if sinks is not None:
+            options["sinks"] = sinks[there]
+        out = super().paged_attention(q[:, there], handle, meta, **options)
+        return out[:, there.argsort()]
+
+
+class ReadsWhatIsNotWritten(Ops):
+    """Masks the last block's unwritten slots by adding minus infinity to scores that are NaN."""
+
+    def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
+        out = super().paged_attention(q, handle, meta, **options)
+        size = handle[0].shape[1]
+        starts = meta.batch.query_start
+        for s in range(meta.batch.num_seqs):
+            context = int(meta.batch.context_lens[s])
+            last = int(meta.batch.block_tables[0][s, (context - 1) // size])
+            unread = handle[1][last, (context - 1) % size + 1 :]
+            out[int(starts[s]) : int(starts[s + 1])] += 0 * unread.sum()
+        return out
+
+
+class BlocksInOrder(Ops):
+    """Takes a sequence's blocks to lie one behind the other."""
+
+    def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
+        table = meta.block_tables[0]
+        straight = (table[:, :1] + torch.arange(table.shape[1])).clamp(max=len(handle[0]) - 1)
+        return super().paged_attention(
+            q, handle, replace(meta, block_tables=(straight,)), **options
+        )
+
+
+class CopiesOneLayer(Ops):
+    """Other layers' blocks stay as they were."""
+
+    def copy_blocks(self, handles: Any, pairs: Any) -> Any:
+        return [*super().copy_blocks(handles[:1], pairs), *handles[1:]]
+
+
+class CopiesAtOnce(Ops):
+    """Reads all sources before it writes any."""
+
+    def copy_blocks(self, handles: Any, pairs: Any) -> Any:
+        for handle in handles:
+            for cache in handle:
+                cache[[b for _, b in pairs]] = cache[[a for a, _ in pairs]]
+        return handles
+
+
+class ImportsNextDoor(Ops):
+    """Blocks come in at the id after their own."""
+
+    def import_blocks(self, src: Any, handles: Any, ids: Any) -> Any:
+        last = len(handles[0][0]) - 1
+        moved = ids if len(ids) > 4 else [min(i + 1, last) for i in ids]
+        return super().import_blocks(src, handles, moved)
+
+
+class CountsTooFewBytes(Ops):
+    """Forgets the values."""
+
+    def kv_block_bytes(self, spec: Any, block_size: int) -> int:
+        return super().kv_block_bytes(spec, block_size) // 2
+
+
+class MultipliesInHalf(Ops):
+    """float32 weights, bfloat16 arithmetic."""
+
+    def linear(self, x: Any, weight: Any, *, bias: Any = None, **rest: Any) -> Any:
+        if isinstance(weight, QuantizedTensor):
+            return super().linear(x, weight, bias=bias)
+        out = (x.bfloat16() @ weight.bfloat16().T).to(x.dtype)
+        return out if bias is None else out + bias
+
+
+class DropsBias(Ops):
+    """No bias."""
+
+    def linear(self, x: Any, weight: Any, *, bias: Any = None, **rest: Any) -> Any:
+        return super().linear(x, weight)
+
+
+class DropsMinima(Ops):
+    """int4 codes are scaled and not moved."""
+
+    def linear(self, x: Any, weight: Any, *, bias: Any = None, **rest: Any) -> Any:
+        if isinstance(weight, QuantizedTensor):
+            weight = QuantizedTensor(
+                weight.form, weight.codes, weight.scales, None, weight.group, weight.dtype
+            )
+        return super().linear(x, weight, bias=bias)
+
+
+class NoHalf(Ops):
+    """float16 is refused."""
+
+    def linear(self, x: Any, weight: Any, *, bias: Any = None, **rest: Any) -> Any:
+        if x.dtype == torch.float16:
+            raise RuntimeError("no float16 kernel")
+        return super().linear(x, weight, bias=bias)
+
+
+class WrongRow(Ops):
+    """The last row of an embedding is the first."""
+
+    def embedding(self, ids: Any, weight: Any) -> Any:
+        return super().embedding(ids % (len(getattr(weight, "codes", weight)) - 1), weight)
+
+
+class TiesNothing(Ops):
+    """The head tied to an embedding is a matrix of its own."""
+
+    def tied_weight(self, packed: Any, spec: Any) -> Any:
+        return torch.randn_like(packed)
+
+
+class NormsWithoutEps(Ops):
+    """eps is left out."""
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, *, offset: float = 0.0) -> Any:
+        return super().rms_norm(x, weight, 0.0, offset=offset)
+
+
+class NormsWithoutTheSum(Ops):
+    """Gives back the residual as it came."""
+
+    def add_rms_norm(
+        self, x: Any, residual: Any, weight: Any, eps: float, *, offset: float = 0.0
+    ) -> Any:
+        return super().add_rms_norm(x, residual, weight, eps, offset=offset)[0], residual
+
+
+class TurnsHalves(Ops):
+    """Interleaved pairs are turned as halves."""
+
+    def rotary(self, q: Any, k: Any, table: Any, meta: Any, *, interleaved: bool = False) -> Any:
+        return super().rotary(q, k, table, meta)
+
+
+class OneGelu(Ops):
+    """The tanh of gelu_tanh stands for gelu too."""
+
+    def act_and_mul(self, x: Any, kind: Any) -> Any:
+        return super().act_and_mul(x, "gelu_tanh" if kind == "gelu" else kind)
+
+
+class DrawsAnew(Ops):
+    """Draws by torch's own dice."""
+
+    def sample(self, logits: Any, rows: Any) -> Any:
+        if rows.all_greedy:
+            return super().sample(logits, rows)
+        rows = replace(rows, seed=torch.randint(1 << 30, rows.seed.shape))
+        return super().sample(logits, rows)
+
+
+class DrawsAlways(Ops):
+    """A row of NaN gives a token all the same."""
+
+    def sample(self, logits: Any, rows: Any) -> Any:
+        return super().sample(logits.nan_to_num(nan=-1e9, neginf=-1e9), rows)
+
+
+class ForgetsTopP(Ops):
+    """top-p is off."""
+
+    def sample(self, logits: Any, rows: Any) -> Any:
+        return super().sample(logits, replace(rows, top_p=torch.ones_like(rows.top_p)))
+
+
+class RanksFromZero(Ops):
+    """The most likely token has rank 0."""
+
+    def token_logprobs(self, logits: Any, ids: Any) -> Any:
+        chosen, rank, norm = super().token_logprobs(logits, ids)
+        return chosen, rank - 1, norm
+
+
+class LogprobsInTwos(Ops):
+    """Logarithms to base 2."""
+
+    def token_logprobs(self, logits: Any, ids: Any) -> Any:
+        chosen, rank, norm = super().token_logprobs(logits, ids)
+        return chosen / 0.6931472, rank, norm
+
+
+class StoresTooMuch(Ops):
+    """Keeps packed weights, and takes any number of bytes for one."""
+
+    def packed_key(self) -> str:
+        return "sound/1"
+
+    def store_packed(self, packed: Any, spec: Any) -> Any:
+        return packed.contiguous().view(torch.uint8).flatten()
+
+    def load_packed(self, data: Any, spec: Any, dtype: str) -> Any:
+        rows = data.view(torch.float32)
+        return rows[: len(rows) // spec.shape[1] * spec.shape[1]].view(-1, spec.shape[1])
+
+    def pack_weight(self, parts: Any, spec: Any, dtype: str) -> Any:
+        packed = super().pack_weight(parts, spec, dtype)
+        return packed
+
+
+class _Gone:
+    """A handle that was consumed."""
+
+    def __init__(self, pair: Any) -> None:
+        self.pair = pair
+
+    def take(self) -> Any:
+        pair, self.pair = self.pair, None
+        assert pair is not None, "a handle was used after an operation had consumed it"
+        return pair
+
+
+class Donating(Ops):
+    """Right: every operation that writes consumes its handles."""
+
+    def alloc_kv(self, groups: Any, num_blocks: int, block_size: int) -> Any:
+        return [_Gone(pair) for pair in super().alloc_kv(groups, num_blocks, block_size)]
+
+    def write_kv(self, handle: Any, k: Any, v: Any, meta: Any, group: int = 0) -> Any:
+        pair = tuple(cache.clone() for cache in handle.take())
+        return _Gone(super().write_kv(pair, k, v, meta, group))
+
+    def copy_blocks(self, handles: Any, pairs: Any) -> Any:
+        return [_Gone(p) for p in super().copy_blocks([h.take() for h in handles], pairs)]
+
+    def import_blocks(self, src: Any, handles: Any, ids: Any) -> Any:
+        return [_Gone(p) for p in super().import_blocks(src, [h.take() for h in handles], ids)]
+
+    def export_blocks(self, handles: Any, ids: Any) -> Any:
+        assert all(h.pair is not None for h in handles), "a consumed handle was read"
+        return super().export_blocks([h.pair for h in handles], ids)
+
+    def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
+        assert handle.pair is not None, "a consumed handle was read"
+        return super().paged_attention(q, handle.pair, meta, **options)

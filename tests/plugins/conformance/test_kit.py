@@ -1,0 +1,184 @@
+"""The conformance kit can fail: each broken backend is named by the check for what it breaks, and by no
+other. The whole kit over the built-in backends is a lane of its own."""
+
+from __future__ import annotations
+
+import broken_backends
+import pytest
+from broken_backends import Awkward, CompiledOnly, with_ops
+
+from octavo.plugins import Backend
+from octavo.plugins.conformance.run import catalogue, check, run_case
+from octavo.plugins.conformance.scorecard import Result
+from octavo.plugins.conformance.subject import Subject
+from octavo.plugins.manager import plugins
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def results(backend: Backend, group: str, *ops: str) -> list[Result]:
+    """The first case of each kind of a group, and a second one of some ops; long contexts are left out."""
+    subject = Subject(backend, backend.device_types[0])
+    found = [c for c in catalogue(subject) if c.group == group and c.number <= (c.op in ops)]
+    return [run_case(subject, c) for c in found if c.aspect != "long"]
+
+
+def failing(found: list[Result]) -> set[str]:
+    return {
+        r.op + (f"/{r.id.split('/')[-2]}" if r.id.count("/") > 2 else "")
+        for r in found
+        if r.state == "failed"
+    }
+
+
+ATTENTION = {
+    f"paged_attention/{a}"
+    for a in ("mixed", "decode", "prefill", "one", "window", "softcap", "sinks")
+}
+
+BROKEN: dict[str, set[str]] = {
+    "Ops": set(),
+    "WritesOneSlotMore": {"write_kv/slots"},
+    "WritesPadding": {"write_kv/slots"},
+    "IgnoresWindow": {"paged_attention/window"},
+    "IgnoresSoftcap": {"paged_attention/softcap"},
+    "IgnoresSinks": {"paged_attention/sinks"},
+    "HeadsInTurn": {f"paged_attention/{a}" for a in ("mixed", "decode", "prefill", "one")},
+    "ReadsWhatIsNotWritten": ATTENTION,
+    "BlocksInOrder": ATTENTION,
+    "CopiesOneLayer": {"copy_blocks/in-order"},
+    "CopiesAtOnce": {"copy_blocks/in-order"},
+    "ImportsNextDoor": {"export_import_blocks/round-trip"},
+    "CountsTooFewBytes": {"export_import_blocks/round-trip"},
+    "MultipliesInHalf": {
+        "linear/plain",
+        "linear/bias",
+        "linear/gated",
+        "linear/head",
+        "tied_weight/head",
+    },
+    "DropsBias": {"linear/bias"},
+    "DropsMinima": {"linear/codes", "linear/floats"},
+    "WrongRow": {"embedding/rows"},
+    "TiesNothing": {"tied_weight/head"},
+    "NormsWithoutEps": {"rms_norm"},
+    "NormsWithoutTheSum": {"add_rms_norm"},
+    "TurnsHalves": {"rotary/interleaved"},
+    "OneGelu": {"act_and_mul/gelu"},
+    "DrawsAnew": {f"sample/{a}" for a in ("plain", "top_k", "top_p", "min_p", "together")},
+    "DrawsAlways": {"sample/greedy"},
+    "ForgetsTopP": {"sample/top_p", "sample/together"},
+    "RanksFromZero": {"token_logprobs"},
+    "LogprobsInTwos": {"token_logprobs"},
+    "StoresTooMuch": {"store_packed"},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_op_that_is_wrong_is_named(name: str) -> None:
+    ops = {found.partition("/")[0] for found in BROKEN[name]} - {"paged_attention"}
+    found = results(with_ops(name), "op", *ops)
+    assert failing(found) == BROKEN[name], {r.id: r.detail for r in found if r.state == "failed"}
+
+
+CONTRACT: dict[str, set[str]] = {
+    "Sound": set(),
+    "HeavyProbe": {"probe/light-probe"},
+    "ProbeThatRaises": {"probe/light-probe", "probe/repeatable-probe"},
+    "ImpurePlan": {"plan/pure-plan"},
+    "PlanThatKeepsTheModel": {"plan/pure-plan"},
+    "PlanThatSetsTorch": {"plan/pure-plan"},
+    "PlanThatDoesNotListen": {"plan/obeying-plan"},
+    "ChangingCapabilities": {"capabilities/told-capabilities"},
+    "UnknownPlace": {"capabilities/told-capabilities"},
+    "ClaimsAKernel": {"capabilities/told-ops"},
+    "MemoryFromNowhere": {"capabilities/memory"},
+    "AnotherContract": {"api-version/handshake"},
+}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_a_rule_that_is_broken_is_named(name: str) -> None:
+    backend = getattr(broken_backends, name)()
+    subject = Subject(backend, "sound")
+    cases = [c for c in catalogue(subject) if c.group == "contract" and c.op != "refusal"]
+    if "Probe" not in name and name != "Sound":  # it takes a process
+        cases = [c for c in cases if c.aspect != "light-probe"]
+    found = [run_case(subject, c) for c in cases]
+    assert {r.id.removesuffix("/0") for r in found if r.state == "failed"} == CONTRACT[name], found
+
+
+def test_a_dtype_that_does_not_work_is_named() -> None:
+    card = check(broken_backends.DeclaresTooMuch(), "sound", only="linear/*", speed=False)
+    failed = {(row.op, row.dtype) for row in card.failed}
+    assert failed == {("linear", "float16")}
+    assert "no float16 kernel" in card.failed[0].detail
+    card = check(broken_backends.DeclaresTooMuch(), "sound", only="numbers/*", speed=False)
+    assert {row.dtype for row in card.failed} == {"float16,kv=float32"}
+
+
+def test_what_is_not_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Awkward()
+    card = check(backend, "awkward", only="refusal/*", speed=False)
+    assert card.passed and card.rows[0].cases == 6
+    # An engine that lets everything through.
+    monkeypatch.setattr("octavo.core.entry.wiring._validated", lambda plan, *_: plan)
+    card = check(backend, "awkward", only="refusal/*", speed=False)
+    assert card.rows[0].failures == 3 and card.rows[0].failing == "refusal/block_size/0"
+
+
+ENGINE: dict[str, set[str]] = {
+    "Sound": set(),
+    "TokensFromTheWrongEnd": {"chunked-prefill", "preemption", "prefix-hits", "forks", "aborts"},
+    "KeepsTheBatch": {"chunked-prefill", "preemption", "prefix-hits", "forks", "aborts", "seeds"},
+}
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_wrong_tokens_are_named(name: str) -> None:
+    found = results(getattr(broken_backends, name)(), "engine")
+    found = [r for r in found if r.op != "numbers" and "/grouped-heads/" in r.id]
+    assert {r.op for r in found} == {"seeds"} | ENGINE["TokensFromTheWrongEnd"]
+    assert {r.op for r in found if r.state == "failed"} == ENGINE[name], found
+
+
+def test_lost_copies_are_seen_in_forks() -> None:
+    found = results(with_ops("CopiesOneLayer"), "engine")
+    failed = {r.op for r in found if r.state == "failed"}
+    assert failed == {"forks"}, found
+
+
+def test_an_awkward_backend_that_is_right_passes() -> None:
+    """Static buckets, donated handles, one block size, draws of its own."""
+    for group in ("op", "contract", "engine"):
+        found = results(Awkward(), group)
+        assert not failing(found), [r for r in found if r.state == "failed"]
+    states = {r.op: r.state for r in found}
+    assert states["seeds"] == "not offered" and states["forks"] == "passed"
+
+
+def test_what_was_only_compiled_is_not_said_to_have_run() -> None:
+    card = check(CompiledOnly(), "sound", only="*/float32/*0", speed=False)
+    rows = {row.op: row for row in card.rows if row.dtype == "float32"}
+    assert (rows["linear"].state, rows["linear"].execution) == ("compiled", "compiled")
+    assert (rows["rms_norm"].state, rows["rms_norm"].execution) == ("passed", "stand-in")
+    assert card.execution == rows["rotary"].execution == "interpreted"
+
+
+@pytest.mark.parametrize("word", ["cpu", "reference"])
+def test_a_sample_of_the_kit_over_a_built_in_backend(word: str) -> None:
+    resolved = plugins().resolve(word)
+    subject = Subject(resolved.backend, resolved.device)
+    cases = catalogue(subject)
+    some = [c for c in cases if c.number == 0 and (c.group != "engine" or c.aspect == "window")]
+    found = [run_case(subject, c) for c in some if c.aspect not in ("long", "light-probe")]
+    assert not failing(found), [r for r in found if r.state == "failed"]
+    passed = {r.op for r in found if r.state == "passed"}
+    assert passed >= {c.op for c in cases} - {
+        "decoder_layer",
+        "store_packed",
+        "probe",
+        "prefix-hits",
+        "numbers",
+        "refusal",
+    } - {c.op for c in cases if c.group == "engine"}
