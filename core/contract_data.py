@@ -52,6 +52,7 @@ class Capabilities:
     dtypes: tuple[str, ...] = ("float32",)
     native_dtypes: tuple[str, ...] = ("float32",)  # those that are not slower than float32
     kv_dtypes: tuple[str, ...] = ("float32",)
+    logits_dtype: str = ""  # of what "forward" returns, where it rounds more than the dtype does
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     head_sizes: tuple[int, int, int] = (1, 1024, 1)  # smallest, largest, multiple
     # "dynamic": any. "bucketed": those of the plan's lanes are best, and are run once at the start.
