@@ -82,7 +82,10 @@ class Form:
     def dequantize(self, weight: QuantizedTensor) -> torch.Tensor:
         """[N, K] float32."""
         n, k = weight.shape
-        values = weight.codes.float().view(n, -1, weight.group) * weight.scales.float()[..., None]
+        values = (
+            weight.codes.float().view(n, k // weight.group, weight.group)
+            * weight.scales.float()[..., None]
+        )
         if weight.minima is not None:
             values = values + weight.minima.float()[..., None]
         return values.view(n, k)
@@ -114,7 +117,7 @@ def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
     import torch
 
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group))
-    wide = padded.view(x.shape[0], -1, group)
+    wide = padded.view(x.shape[0], padded.shape[1] // group, group)  # x may have no rows
     good = wide.isfinite().all(-1, keepdim=True)
     wide = torch.where(good, wide, 0.0)
     most = wide.abs().amax(-1, keepdim=True)

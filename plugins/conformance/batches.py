@@ -53,9 +53,9 @@ def widest(plan: ExecutionPlan) -> int:
     )
 
 
-def whole_prompts(lane: Lane) -> bool:
-    """Whether a prompt's every token must stand in one step of this lane."""
-    return not getattr(lane, "chunked", True)
+def takes_both(lane: Lane) -> bool:
+    """Whether decoding sequences and prompts may stand in one batch of this lane."""
+    return "mixed" in lane.kinds or {"prefill", "decode"} <= set(lane.kinds)
 
 
 def _lane_for(plan: ExecutionPlan, decode: bool) -> int:
@@ -95,10 +95,10 @@ def draw(dice: Dice, plan: ExecutionPlan, style: Style, pool: Sequence[int], lon
     decode = style in ("decode", "long") or (style == "single" and dice.random() < 0.5)
     number = _lane_for(plan, decode)
     lane = plan.lanes[number]
-    mixed = "mixed" in lane.kinds
+    mixed = takes_both(lane)
     seqs, tokens = room(lane)
     filler = plan.lanes[_lane_for(plan, False)]
-    most_history = room(filler)[1] if whole_prompts(filler) else 1 << 30
+    most_history = room(filler)[1] if not filler.chunked else 1 << 30
     limit = min(longest, widest(plan) * size, len(blocks) * size)
     count = 1 if style == "single" else int(dice.integers(2, min(seqs, 6) + 1)) if seqs > 1 else 1
     pieces: list[Piece] = []
@@ -119,17 +119,30 @@ def draw(dice: Dice, plan: ExecutionPlan, style: Style, pool: Sequence[int], lon
         query = 1 if one else int(dice.integers(1, min(context, budget) + 1))
         if not one and style == "prefill" and dice.random() < 0.5:
             query = min(context, budget)
-        if not one and whole_prompts(lane):
-            query = context = min(context, budget)
+        if not one:
+            query = _chunk(lane, context, query, budget)
+            context = query if not lane.chunked else context
         context = min(context, most_history + query)
-        if "decode" in lane.kinds and not mixed:
-            context = max(context, 2) if context_limit > 1 else context
+        if one and not mixed and context_limit > 1:
+            context = max(context, 2)  # a lane that decodes takes no first token
+        if query > budget:
+            continue
         need = -(-context // size)
         pieces.append(Piece(context - query, query, tuple(blocks[:need])))
         blocks = blocks[need:]
         tokens -= query
     order = dice.permutation(len(pieces))
     return Step(number, tuple(pieces[i] for i in order))
+
+
+def _chunk(lane: Lane, context: int, query: int, budget: int) -> int:
+    """How many of a prompt's last tokens a step may have: what stands before them was computed in parts
+    of the lane's multiple, or nothing was."""
+    if not lane.chunked:
+        return min(context, budget)
+    multiple = lane.chunk_multiple
+    start = min(-(-(context - query) // multiple), (context - 1) // multiple) * multiple
+    return context - start
 
 
 def history(plan: ExecutionPlan, pieces: Sequence[Piece]) -> list[tuple[Step, list[int]]]:
@@ -165,7 +178,7 @@ def build(plan: ExecutionPlan, step: Step, samples: int = 1) -> Batch:
         sequence.num_computed = piece.start
         items.append(ScheduledTokens(sequence, piece.start, piece.count, samples))
     lane = plan.lanes[step.lane]
-    return BatchBuilder(lane, plan.block_size).build(
+    return BatchBuilder(lane, plan.block_size, index=step.lane).build(
         StepPlan(step=1, items=tuple(items), lane=step.lane)
     )
 
@@ -182,7 +195,7 @@ def rows_of(plan: ExecutionPlan, dice: Dice, most: int = 64) -> int:
 
 def logits_rows_of(plan: ExecutionPlan, wanted: int) -> int:
     """How many rows of logits [L] a step with `wanted` has: the row bucket's."""
-    buckets = getattr(plan.lanes[0], "row_buckets", ())
+    buckets = plan.lanes[0].row_buckets
     fitting = [b for b in buckets if b >= wanted]
     return int(fitting[0]) if fitting else int(buckets[-1]) if buckets else wanted
 

@@ -8,12 +8,14 @@ whoever reads what was not written gives NaN. Block 0 is left out of comparisons
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from octavo.core.ops import DTYPES
+from octavo.core.warm_up import example_batches
 from octavo.plugins import ExecutionPlan, Handle, KVSpec
 from octavo.plugins.conformance import truth
 from octavo.plugins.conformance.batches import (
@@ -178,6 +180,22 @@ def writes_stay(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> Find
     return Finding(0.0, 0.0)
 
 
+def padding_alone(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> Finding:
+    """A batch of nothing but padding, as at warm-up, writes nothing."""
+    cache = Cache.drawn(
+        subject, dice, dtype, kv_dtype, 12, heads=(4, 2), head_size=subject.head_size(dice)
+    )
+    before = cache.all_bytes()
+    kind = subject.activation(dtype)
+    for batch in islice(example_batches(cache.plan.lanes), 4):
+        rows = np.full((len(batch.token_ids), 2, cache.spec.head_size), 99.0)
+        k, v = subject.put(rows, kind), subject.put(rows, kind)
+        meta = subject.prepare(batch)
+        cache.handles[0] = subject.ops.write_kv(cache.handles[0], k, v, meta)
+    _close(cache.all_bytes()[1:], before[1:], "write_kv of padding")
+    return Finding(0.0, 0.0)
+
+
 def _fill_blocks(cache: Cache, content: dict[int, Array], kind: torch.dtype) -> None:
     """Writes whole blocks, each as a prompt of its own, as far as a step holds them."""
     size = cache.plan.block_size
@@ -310,6 +328,7 @@ def cases(subject: Subject, full: bool) -> list[Case]:
         add("export_import_blocks", name, "round-trip", 2, blocks_as_bytes, *pair)
         add("copy_blocks", name, "in-order", 2, copies, *pair)
         add("write_kv", name, "slots", 4, writes_stay, *pair)
+        add("write_kv", name, "padding", 1, padding_alone, *pair)
         add("write_kv", name, "value", 2, reads_back, *pair)
         for aspect in ATTENTION:
             count = 1 if aspect == "long" else 4

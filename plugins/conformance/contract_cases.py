@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from octavo.core.contract import API_VERSION
+from octavo.core.lanes import LaneError, LaneSet
 from octavo.core.quantization import FORMS
 from octavo.plugins import Backend, Capabilities, ExecutionPlan, Ops, Probe, hookimpl
 from octavo.plugins.conformance.case import Case, Dice, Failed, Finding, NotOffered, demand
@@ -122,16 +123,11 @@ def obeying_plan(subject: Subject, dice: Dice) -> Finding:
                 f"plan() makes {got} of dtype {dtype}, KV dtype {kv_dtype} and block size {block}, "
                 "which are declared",
             )
-    demand(bool(plan.lanes), "a plan without lanes")
-    for lane in plan.lanes:
-        for name in ("token_buckets", "seq_buckets", "block_buckets"):
-            buckets = getattr(lane, name)
-            demand(list(buckets) == sorted(set(buckets)), f"{name} {buckets} do not rise")
-        held = lane.max_tokens <= lane.token_buckets[-1] if lane.token_buckets else True
-        demand(held, f"max_tokens {lane.max_tokens} exceed the largest of {lane.token_buckets}")
-        held = lane.max_seqs <= lane.seq_buckets[-1] if lane.seq_buckets else True
-        demand(held, f"max_seqs {lane.max_seqs} exceed the largest of {lane.seq_buckets}")
-    return Finding()
+    try:
+        lanes = LaneSet(plan.lanes, plan.max_logits_rows)
+    except LaneError as error:
+        raise Failed(f"the plan's lanes cannot be driven: {error}") from error
+    return Finding(detail=f"{len(plan.lanes)} lanes for {lanes.max_num_seqs} sequences")
 
 
 def told_capabilities(subject: Subject, dice: Dice) -> Finding:

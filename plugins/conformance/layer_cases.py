@@ -130,13 +130,13 @@ def _product(
     )  # fmt: skip
 
 
-def no_rows(subject: Subject, dice: Dice, dtype: str) -> Finding:
+def no_rows(subject: Subject, dice: Dice, dtype: str, scheme: str | None) -> Finding:
     """A step that finishes no prompt asks for the logits of no row."""
     kv = subject.capabilities.kv_dtypes
     plan = subject.plan(dtype, dtype if dtype in kv else kv[0])
-    if any(getattr(lane, "row_buckets", ()) for lane in plan.lanes):
+    if any(lane.row_buckets for lane in plan.lanes):
         raise NotOffered("rows of logits are padded to buckets")
-    spec, parts, _ = _stacked(dice, "head", dtype)
+    spec, parts, _ = _stacked(dice, "head", dtype, scheme)
     packed = subject.ops.pack_weight(parts, spec, dtype)
     x = subject.put(np.zeros((0, spec.shape[1])), subject.activation(dtype))
     out = subject.ops.linear(x, packed)
@@ -314,7 +314,7 @@ def cases(subject: Subject, full: bool) -> list[Case]:
         add("linear", dtype, "bias", 3, multiplies, dtype, "bias")
         add("linear", dtype, "gated", 2, multiplies, dtype, "gated")
         add("linear", dtype, "head", 2, multiplies, dtype, "head")
-        add("linear", dtype, "no-rows", 1, no_rows, dtype)
+        add("linear", dtype, "no-rows", 1, no_rows, dtype, None)
         add("embedding", dtype, "rows", 3, embeds, dtype)
         add("tied_weight", dtype, "head", 2, tied, dtype)
         add("rms_norm", dtype, "", 4, norms, dtype, False)
@@ -328,6 +328,7 @@ def cases(subject: Subject, full: bool) -> list[Case]:
         for dtype in subject.dtypes if full else subject.dtypes[:1]:
             name = f"{scheme} over {dtype}".replace(" ", "-")
             add("linear", name, "codes", 3, quantised_codes, dtype, scheme)
+            add("linear", name, "no-rows", 1, no_rows, dtype, scheme)
             add("linear", name, "floats", 2, quantised_floats, dtype, scheme)
             add("embedding", name, "codes", 2, quantised_rows, dtype, scheme)
             add("store_packed", name, "", 2, keeps_packed, dtype, scheme)

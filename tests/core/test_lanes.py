@@ -197,17 +197,17 @@ def test_who_decodes_leaves_room_for_a_part_of_a_prompt_before_others_join() -> 
     """In a mixed lane short prompts would otherwise fill the batch for ever, ahead of a long one."""
     lane = Lane(max_seqs=8, max_tokens=10, chunk_multiple=8)
     r = laned((lane,))
-    for i in range(3):
-        r.engine.add(request(f"d{i}", 2, max_tokens=12))
+    r.engine.add(request("d", 1, max_tokens=4))
     r.step()
-    r.engine.add(request("long", 24, max_tokens=2))
+    r.engine.add(request("long", 80, max_tokens=1))
     done: list[str] = []
-    for i in range(200):
-        r.engine.add(request(f"s{i}", 1, max_tokens=12))
+    for i in range(300):
+        more = {"n": 3, "seed": i, "temperature": 1.0}
+        r.engine.add(request(f"s{i}", 1, max_tokens=3 + i % 12, **more))
         done += [u.request_id for u in r.step() if u.finish_reason]
         if "long" in done:
             break
-    assert "long" in done and i < 60
+    assert "long" in done and i < 100
 
 
 def test_prompt_logprobs_need_rows_for_a_part_of_the_prompt() -> None:

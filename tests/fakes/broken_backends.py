@@ -198,3 +198,15 @@ class Awkward(Sound):
     def prepare(self, batch: Batch, prev: Any, device: str) -> Any:
         assert len(batch.token_ids) in (8, 64) and len(batch.context_lens) in (4, 8)
         return super().prepare(batch, prev, device)
+
+
+class TwoLanes(Sound):
+    """Right: prompts whole in a lane of their own, decoding sequences in another, rows in buckets."""
+
+    def plan(self, model: ModelShape, device: str, limits: Limits) -> ExecutionPlan:
+        rows = {"row_buckets": (4, 16), "exclusive": True, "block_buckets": (8, 40)}
+        lanes = (
+            Lane(("prefill",), 4, 128, token_buckets=(32, 128), seq_buckets=(2, 4), chunked=False, **rows),
+            Lane(("decode",), 8, 8, token_buckets=(4, 8), seq_buckets=(4, 8), **rows),
+        )  # fmt: skip
+        return ExecutionPlan(16, lanes, limits.dtype, limits.kv_dtype, max_logits_rows=16)

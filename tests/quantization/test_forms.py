@@ -61,6 +61,14 @@ def test_products_are_those_of_the_codes(name: str) -> None:
     assert half.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_product_of_no_rows_has_none(name: str) -> None:
+    """A step that finishes no prompt asks for the logits of no row."""
+    packed = form(name).quantize(weights(), GROUPS[name])
+    assert form(name).linear(torch.empty(0, 192), packed).shape == (0, 70)
+    assert form(name).dequantize(packed.rows(torch.empty(0, dtype=torch.int64))).shape == (0, 192)
+
+
 def test_activations_have_a_scale_by_group() -> None:
     x = torch.randn(4, 100)
     x[1, 70] = float("nan")

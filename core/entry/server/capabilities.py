@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -9,6 +11,7 @@ from starlette.requests import Request
 import octavo
 from octavo.core.entry.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from octavo.core.entry.server.state import ServerState
+from octavo.plugins.conformance.support import of_capabilities
 
 
 def capabilities(state: ServerState, request: Request) -> dict[str, Any]:
@@ -37,6 +40,7 @@ def capabilities(state: ServerState, request: Request) -> dict[str, Any]:
             "backend": info.backend,
             "notes": info.notes,
             "capabilities": info.capabilities,
+            "support": _support(info.backend, info.device, info.capabilities),
         },
         "kv_cache": {
             "dtype": info.kv_dtype,
@@ -58,6 +62,15 @@ def capabilities(state: ServerState, request: Request) -> dict[str, Any]:
             "/v1/completions": honoured(CompletionRequest),
         },
     }
+
+
+def _support(backend: str, device: str, told: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The device's row as docs/support-matrix.md has it; None where an engine tells no capabilities."""
+    if not told:
+        return None
+    row = asdict(of_capabilities(backend, device, told))
+    checks = ("passed", "failed", "not_offered", "version")  # a server runs no checks
+    return {name: value for name, value in row.items() if name not in checks}
 
 
 def honoured(kind: Any) -> list[str]:

@@ -39,7 +39,7 @@ ATTENTION = {
 BROKEN: dict[str, set[str]] = {
     "Ops": set(),
     "WritesOneSlotMore": {"write_kv/slots"},
-    "WritesPadding": {"write_kv/slots"},
+    "WritesPadding": {"write_kv/slots", "write_kv/padding"},
     "IgnoresWindow": {"paged_attention/window"},
     "IgnoresSoftcap": {"paged_attention/softcap"},
     "IgnoresSinks": {"paged_attention/sinks"},
@@ -155,6 +155,14 @@ def test_an_awkward_backend_that_is_right_passes() -> None:
         assert not failing(found), [r for r in found if r.state == "failed"]
     states = {r.op: r.state for r in found}
     assert states["seeds"] == "not offered" and states["forks"] == "passed"
+
+
+def test_lanes_of_their_own_pass() -> None:
+    """Prompts computed whole in one lane, decoding in another, padded rows of logits."""
+    for group in ("op", "contract", "engine"):
+        found = results(broken_backends.TwoLanes(), group)
+        assert not failing(found), [r for r in found if r.state == "failed"]
+    assert {r.op: r.state for r in found}["prefix-hits"] == "not offered"
 
 
 def test_what_was_only_compiled_is_not_said_to_have_run() -> None:

@@ -55,7 +55,7 @@ def upload(batch: Batch) -> StrictInputs:
         _check_sequence(batch, s, starts[s], starts[s + 1])
         sequence[starts[s] : starts[s + 1]] = s
     rows = batch.logits_rows
-    if len(rows) and not (0 <= rows.min() and rows.max() < max(real, 1)):
+    if len(rows) and not (rows.min() >= 0 and rows.max() < max(real, 1)):
         raise BoundsError(f"logits_rows {rows.tolist()} of a batch of {real} tokens")
     if (batch.context_lens[seqs:] != 0).any():
         raise StrictError(f"padding has contexts: {batch.context_lens.tolist()}, {seqs} are real")

@@ -149,7 +149,8 @@ class StrictOps(Ops):
 
     def embedding(self, ids: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         check_rows(len(ids), "embedding")
-        if not (0 <= int(ids.min()) and int(ids.max()) < len(weight)):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= len(weight):
             raise BoundsError(f"tokens {ids.tolist()} of a vocabulary of {len(weight)}")
         return super().embedding(ids, weight)
 
@@ -183,7 +184,8 @@ class StrictOps(Ops):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_rows(len(x), "add_rms_norm")
         found = super().add_rms_norm(x, residual, weight, eps, offset=offset)
-        x.fill_(NAN), residual.fill_(NAN)
+        x.fill_(NAN)
+        residual.fill_(NAN)
         return found
 
     def rotary(
@@ -199,7 +201,8 @@ class StrictOps(Ops):
         if int(meta.positions.max()) >= len(cos_sin) or int(meta.positions.min()) < 0:
             raise BoundsError(f"position {int(meta.positions.max())} of {len(cos_sin)}")
         found = super().rotary(q, k, cos_sin, meta, interleaved=interleaved)
-        q.fill_(NAN), k.fill_(NAN)
+        q.fill_(NAN)
+        k.fill_(NAN)
         return found
 
     def act_and_mul(
