@@ -52,6 +52,7 @@ class StrictBackend(Backend):
             shapes="static",
             swap=True,
             logits_dtype="bfloat16",
+            notes={"execution": "stand-in"},
             ops=dict.fromkeys(own, checked) | {"every op": "portable torch, shapes checked"},
         )
 

@@ -67,7 +67,7 @@ class Layer:
         bad = blocks[(blocks < 0) | (blocks >= self.blocks)]
         if len(bad):
             raise BoundsError(
-                f"{what} names blocks {bad.unique().tolist()}; there are 0 to {self.blocks - 1}"
+                f"{what} names blocks {sorted(set(bad.tolist()))}; there are 0 to {self.blocks - 1}"
             )
 
     def begin(self, blocks: torch.Tensor, step: int, what: str) -> None:

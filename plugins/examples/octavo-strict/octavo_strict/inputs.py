@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -47,7 +48,7 @@ def upload(batch: Batch) -> StrictInputs:
     _check_shape(batch, shape)
     real, seqs = batch.num_tokens, batch.num_seqs
     starts = [int(x) for x in batch.query_start]
-    counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    counts = [b - a for a, b in pairwise(starts)]
     if starts[0] or min(counts) < 0 or starts[-1] != real or any(counts[seqs:]):
         raise StrictError(f"query_start {starts} of {seqs} sequences and {real} tokens")
     sequence = torch.full((shape[0],), -1)

@@ -58,10 +58,10 @@ class StrictOps(Ops):
         layer.check(block, "a slot")
         if (block == 0).any():
             raise BoundsError(f"slots {slots[block == 0].tolist()} lie in the null block")
-        if len(slots.unique()) != real:
+        if len(set(slots.tolist())) != real:
             raise StrictError(f"slots {slots.tolist()} are written more than once in one step")
         layer.begin(block[offset == 0], meta.step, "write_kv")
-        layer.changed(block.unique())
+        layer.changed(block)
         spec = layer.spec
         layer.keys[block, :, : spec.head_size, offset] = k[:real].to(layer.data.dtype)
         layer.values[block, :, offset, : spec.head_size_v] = v[:real].to(layer.data.dtype)
