@@ -227,6 +227,14 @@ class Ops:
         """
         return portable.sample(logits, rows)
 
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+        """Sets logits [L, V] float32 of tokens that may not be drawn to minus infinity, in place.
+
+        rows [R] int64: which rows; words [R, ceil(V / 32)] int32: bit v % 32 of word v // 32 stands
+        for token v, 1 where it may be drawn.
+        """
+        portable.mask_logits(logits, rows, words)
+
     def token_logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

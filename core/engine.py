@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.core.scheduler import AbortTarget, Scheduler
 from octavo.core.stats import SchedulerStats
+from octavo.core.structured import Grammars
 from octavo.core.types import (
     ParamError,
     Request,
@@ -74,6 +75,9 @@ class StepRunner(Protocol):
     def close(self) -> None: ...
 
 
+_PATIENCE = 0.05  # seconds that a step without anything to run waits for what requests need
+
+
 class EngineStuck(RuntimeError):
     """Requests wait, yet no step can be planned: a fault of the scheduler, never of a request."""
 
@@ -89,12 +93,20 @@ class Engine:
         scheduler: owns sequences and blocks.
         runner: computes a planned step.
         info: what is being run.
+        grammars: compiles those of structured output; None: such requests are refused.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, info: ModelInfo) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        info: ModelInfo,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.info = info
         self._runner = runner
+        self._grammars = grammars
         self.host_seconds = 0.0  # spent outside the runner, since the start
         self.runner_seconds = 0.0
 
@@ -119,7 +131,15 @@ class Engine:
                 raise RequestRefused(
                     name, f"{name}={asked} exceeds the engine's limit of {limit} (--max-logprobs)"
                 )
-        self.scheduler.add(request)
+        structured = params.structured_outputs
+        if structured is None:
+            self.scheduler.add(request)
+        elif self._grammars is None:
+            raise ParamError(
+                "structured_outputs", "this engine has no tokenizer to follow a grammar with"
+            )
+        else:
+            self.scheduler.add(request, needs=self._grammars.compile(structured))
 
     def abort(self, targets: Iterable[AbortTarget]) -> list[SequenceUpdate]:
         """Ends requests (by id), or samples that hit a stop string (by (id, index)), and frees their
@@ -140,8 +160,11 @@ class Engine:
             EngineStuck: unfinished requests, but no step to run.
         """
         started = time.perf_counter()
+        early = self.scheduler.release()
         plan = self.scheduler.schedule()
         if plan is None:
+            if early or self.scheduler.wait_for_needs(_PATIENCE):
+                return early
             if self.scheduler.has_unfinished():
                 raise EngineStuck(f"no step can be planned: {self.scheduler.stats()}")
             return []
@@ -156,12 +179,12 @@ class Engine:
                 logger.error(
                     "its KV cache was lost: %d sequences begin again", self.scheduler.restart()
                 )
-            return updates
+            return early + updates
         ran = time.perf_counter()
         updates = self.scheduler.commit(plan, result)
         self.runner_seconds += ran - planned
         self.host_seconds += (planned - started) + (time.perf_counter() - ran)
-        return updates
+        return early + updates if early else updates
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
@@ -170,4 +193,6 @@ class Engine:
     def shutdown(self) -> None:
         """Ends every request and lets the weights go."""
         self.scheduler.abort([s.request.id for s in list(self.scheduler.sequences())])
+        if self._grammars is not None:
+            self._grammars.close()
         self._runner.close()

@@ -350,6 +350,12 @@ def sample(logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
     return torch.where(bad, torch.full_like(tokens, -1), tokens)
 
 
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
+    keep = (bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~keep, float("-inf"))
+
+
 def token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

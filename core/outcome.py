@@ -9,7 +9,8 @@ from octavo.core.types import FinishReason, SequenceUpdate, Timings, TokenLogpro
 def stop_reason(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
     """Whether the token just appended ends the sequence, and by which stop token (None for EOS)."""
     request, params = sequence.request, sequence.request.params
-    if sequence.num_output >= params.min_tokens:
+    # Where a grammar is followed, an end that comes early could not be kept out: nothing else might follow.
+    if sequence.num_output >= params.min_tokens or params.structured_outputs is not None:
         if not params.ignore_eos and token in request.eos_token_ids:
             return "stop", None
         if params.stop_token_ids and token in params.stop_token_ids:

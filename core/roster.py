@@ -56,13 +56,13 @@ class Roster:
 
     # ------------------------------------------------------------------------------------ moves
 
-    def add(self, sequence: Sequence) -> None:
-        """A new request's first sequence waits."""
+    def add(self, sequence: Sequence, held: bool = False) -> None:
+        """A new request's first sequence waits; held: for more than its turn."""
         request = sequence.request
         self.counts["requests"] += 1
         self.counts["prompt"] += sequence.num_prompt
         self.groups[request.id] = Group(request, {0: sequence})
-        self.waiting.push(sequence)
+        (self.waiting.hold if held else self.waiting.push)(sequence)
 
     def start(self, sequence: Sequence) -> None:
         """The first of the queue runs; its blocks are in its table."""

@@ -23,6 +23,7 @@ from octavo.core.contract import (
 from octavo.core.loading.progress import Progress
 from octavo.core.models.base import Model
 from octavo.core.sampler import Sampler, StaticSampler, sample_program
+from octavo.core.structured import Grammars
 from octavo.core.types import Batch, StepPlan, StepResult, TokenLogprobs
 from octavo.core.warm_up import example_batches
 
@@ -48,6 +49,7 @@ class Runner:
         weights: packed weights and tables by name.
         kv: one handle per layer; alloc_kv: makes such a KV cache anew, empty.
         vocabulary: skip_special -> the vocabulary's bytes, for bad_words.
+        grammars: those of structured output.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Runner:
         alloc_kv: Callable[[], list[Handle]],
         vocabulary: Callable[[bool], VocabularyIndex],
         num_groups: int = 1,
+        grammars: Grammars | None = None,
     ) -> None:
         self._backend, self._device, self._ops = backend, device, ops
         self._weights, self._kv = weights, kv
@@ -80,9 +83,9 @@ class Runner:
         sample = Program("sample", draw, model, groups=num_groups)
         self._sample = backend.compile(sample, plan, device)
         self._sampler = (
-            StaticSampler(self._sample, where, vocabulary)
+            StaticSampler(self._sample, where, vocabulary, grammars)
             if static
-            else Sampler(self._sample, ops, where, vocabulary)
+            else Sampler(self._sample, ops, where, vocabulary, grammars)
         )
 
     def warm_up(self, progress: Progress) -> int:

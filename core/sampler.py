@@ -20,7 +20,8 @@ from octavo.core.bad_words import BadWords, VocabularyIndex
 from octavo.core.batch import prompt_logprob_rows
 from octavo.core.contract import Ops, SampleInputs
 from octavo.core.sequence import Sequence as Seq
-from octavo.core.types import Int64, ScheduledTokens, StepPlan, StepResult, TokenLogprobs
+from octavo.core.structured import Grammars, only
+from octavo.core.types import Int32, Int64, ScheduledTokens, StepPlan, StepResult, TokenLogprobs
 
 _SLICE = 64  # rows of prompt logits normalised at a time: bounds the memory of a float32 copy
 
@@ -48,7 +49,12 @@ class Penalties:
 class DrawState:
     """A sequence's parameters, prepared once: what changes its logits, and how it draws."""
 
-    def __init__(self, sequence: Seq, vocabulary: Callable[[bool], VocabularyIndex]) -> None:
+    def __init__(
+        self,
+        sequence: Seq,
+        vocabulary: Callable[[bool], VocabularyIndex],
+        grammars: Grammars | None = None,
+    ) -> None:
         params, request = sequence.request.params, sequence.request
         self.allowed = (
             _ids(params.allowed_token_ids) if params.allowed_token_ids is not None else None
@@ -69,9 +75,18 @@ class DrawState:
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
         self.penalties = Penalties(sequence) if penalised else None
+        structured = params.structured_outputs
+        self.grammar = grammars.state(structured) if structured and grammars else None
         self.changes_logits = any(
             x is not None
-            for x in (self.allowed, self.bias, self.early, self.bad_words, self.penalties)
+            for x in (
+                self.allowed,
+                self.bias,
+                self.early,
+                self.bad_words,
+                self.penalties,
+                self.grammar,
+            )
         )
         self.logprobs = params.logprobs
         self.greedy = params.greedy
@@ -117,6 +132,7 @@ class Sampler:
         ops: the device's ops.
         device: torch device of the logits.
         vocabulary: skip_special -> the vocabulary's bytes; called only for bad_words.
+        grammars: those of structured output.
     """
 
     def __init__(
@@ -125,7 +141,9 @@ class Sampler:
         ops: Ops,
         device: str,
         vocabulary: Callable[[bool], VocabularyIndex],
+        grammars: Grammars | None = None,
     ) -> None:
+        self._grammars = grammars
         self._sample = sample
         self._ops = ops
         self._device = device
@@ -170,7 +188,7 @@ class Sampler:
         if wanted:
             logprobs = [None] * count
             counts = [states[i].logprobs or 0 for i in wanted]
-            chosen = raw if len(wanted) == count else raw[_at(wanted, raw)]
+            chosen = raw[:count] if len(wanted) == count else raw[_at(wanted, raw)]
             for i, entry in zip(
                 wanted, token_logprobs(chosen, tokens[wanted], counts, self._ops), strict=True
             ):
@@ -198,7 +216,7 @@ class Sampler:
 
     def _state(self, sequence: Seq) -> DrawState:
         if sequence.draw_state is None:
-            sequence.draw_state = DrawState(sequence, self._vocabulary)
+            sequence.draw_state = DrawState(sequence, self._vocabulary, self._grammars)
         state: DrawState = sequence.draw_state
         return state
 
@@ -261,6 +279,7 @@ class Sampler:
         states: list[DrawState],
         changed: list[int],
     ) -> None:
+        masks: dict[int, Int32] = {}
         for i in changed:
             state, sequence = states[i], sequences[i]
             row = logits[i]
@@ -274,8 +293,16 @@ class Sampler:
                     sequence.tokens[sequence.num_prompt : sequence.num_tokens].tolist()
                 )
                 row[_at(state.bad_words.banned(), row)] = float("-inf")
-            if state.early is not None and sequence.num_output < sequence.request.params.min_tokens:
-                row[_at(state.early, row)] = float("-inf")
+            early = state.early
+            if early is not None and sequence.num_output >= sequence.request.params.min_tokens:
+                early = None
+            if state.grammar is not None:
+                state.grammar.advance(sequence)
+                masks[i] = state.grammar.mask()
+                if early is not None and only(masks[i], early):
+                    early = None  # the text is complete: it ends, though it is short
+            if early is not None:
+                row[_at(early, row)] = float("-inf")
             if state.bias is not None and state.bias_ids is not None:
                 bias = torch.tensor(
                     list(state.bias.values()), dtype=torch.float32, device=row.device
@@ -284,6 +311,10 @@ class Sampler:
         penalised = [i for i in changed if states[i].penalties is not None]
         if penalised:
             self._penalise(logits, sequences, states, penalised)
+        if masks:
+            rows = torch.tensor(list(masks), dtype=torch.int64, device=logits.device)
+            words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
+            self._ops.mask_logits(logits, rows, words)
 
     @staticmethod
     def _penalise(
@@ -358,10 +389,11 @@ class StaticSampler(Sampler):
         sample: Callable[[torch.Tensor, SampleInputs], torch.Tensor],
         device: str,
         vocabulary: Callable[[bool], VocabularyIndex],
+        grammars: Grammars | None = None,
     ) -> None:
         host = Ops()
-        super().__init__(sample, host, device, vocabulary)
-        self._host = Sampler(host.sample, host, host.device, vocabulary)
+        super().__init__(sample, host, device, vocabulary, grammars)
+        self._host = Sampler(host.sample, host, host.device, vocabulary, grammars)
 
     def _for_program(self, logits: torch.Tensor) -> torch.Tensor:
         return logits

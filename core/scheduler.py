@@ -22,6 +22,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 from octavo.core.admission import SchedulerLimits, longest, mixed_seed
 from octavo.core.blocks import BlockManager, extend_hashes, root_hash
@@ -57,12 +59,14 @@ class Scheduler:
         self._seed = seed
         self._order = 0
         self.lanes = limits.lane_set()
+        self._needs: dict[Sequence, Future[Any]] = {}
         self._planner = Planner(self.roster, blocks, limits, self.lanes)
 
     # ------------------------------------------------------------------------------ in and out
 
-    def add(self, request: Request) -> None:
-        """Queues a request.
+    def add(self, request: Request, needs: Future[Any] | None = None) -> None:
+        """Queues a request. With `needs` it is not run before that is done; it then ends with an error
+        if that failed.
 
         Raises:
             RequestRefused: it could never run here; the message has what it needs and what there is.
@@ -77,7 +81,30 @@ class Scheduler:
             seed = mixed_seed(self._seed, self._order)
         sequence = Sequence(request, self._order, root, seed & (2**64 - 1), max_len)
         self._order += 1
-        self.roster.add(sequence)
+        self.roster.add(sequence, held=needs is not None)
+        if needs is not None:
+            self._needs[sequence] = needs
+
+    def release(self) -> list[SequenceUpdate]:
+        """Queues the requests whose needs are met. Returns the ends of those whose will never be."""
+        updates: list[SequenceUpdate] = []
+        for sequence, needs in list(self._needs.items()):
+            if not sequence.held:  # it ended
+                del self._needs[sequence]
+            elif needs.done():
+                del self._needs[sequence]
+                if (error := needs.exception()) is None:
+                    self._waiting.release(sequence)
+                else:
+                    updates.extend(self.roster.finish(sequence, [], "error", str(error)))
+        return updates
+
+    def wait_for_needs(self, seconds: float) -> bool:
+        """Waits until a held request can go on, `seconds` at most. False when none is held."""
+        if not self._needs:
+            return False
+        wait(self._needs.values(), seconds, FIRST_COMPLETED)
+        return True
 
     def abort(self, targets: Iterable[AbortTarget]) -> list[SequenceUpdate]:
         """Ends requests (by id), or samples of them that hit a stop string (by (id, index)), at once.

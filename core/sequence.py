@@ -34,6 +34,7 @@ class Sequence:
         "draw_state",
         "ends",
         "hashes",
+        "held",
         "index",
         "last_token",
         "max_len",
@@ -99,6 +100,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.running = False
         self.queued = False
+        self.held = False  # neither queued nor parked: what it needs is not ready
         self.parked_for: BlockHash | None = None  # the block it waits for while parked
         self.prefix_waits = 0
         self.timings = Timings(arrival_time=request.arrival_time, queued=time.monotonic())

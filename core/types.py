@@ -22,6 +22,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_CHOICES = 4096
+"""Texts in `StructuredOutputsParams.choice`."""
+
 MAX_LOGPROBS = 1 << 20
 """Upper bound on `logprobs`; -1 asks for the whole vocabulary."""
 
@@ -83,6 +87,74 @@ else:
             return super().__call__(*args, **values)
 
 
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_NamesUnknown
+):
+    """What an answer's text has to be: exactly one of the first five. Names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as text or as data; json_object: any JSON object.
+        regex: a regular expression (Rust's, which has no look-around) for the whole text.
+        choice: the texts of which it is to be one.
+        grammar: a context-free grammar, in Lark's form or as llama.cpp writes EBNF.
+        disable_any_whitespace: of JSON, no white space between its parts.
+        whitespace_pattern: of JSON, a regular expression for what may stand between them.
+
+    Raises:
+        ParamError: none or several of them, or a value of a wrong type.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        name = "structured_outputs"
+        given = [k for k in STRUCTURED_KINDS if getattr(self, k) not in (None, *self._off(k))]
+        if len(given) != 1:
+            have = f"got {', '.join(given)}" if given else "got none"
+            raise ParamError(name, f"{name} needs one of {', '.join(STRUCTURED_KINDS)}; {have}")
+        for part in ("regex", "grammar", "whitespace_pattern"):
+            if (value := getattr(self, part)) is not None:
+                _typed(f"{name}.{part}", value, str, "text")
+        if self.json is not None:
+            _typed(f"{name}.json", self.json, (str, dict, bool), "a JSON schema")
+        if self.choice is not None:
+            _typed(f"{name}.choice", self.choice, (list, tuple), "a list")
+            if not 1 <= len(self.choice) <= MAX_CHOICES:
+                raise ParamError(
+                    f"{name}.choice",
+                    f"{name}.choice must hold 1 to {MAX_CHOICES} texts, has {len(self.choice)}",
+                )
+            for word in self.choice:
+                if not isinstance(word, str) or not word:
+                    raise ParamError(
+                        f"{name}.choice", f"{name}.choice must hold non-empty texts, got {word!r}"
+                    )
+        if (
+            self.disable_any_whitespace or self.whitespace_pattern is not None
+        ) and self.kind not in (
+            "json",
+            "json_object",
+        ):
+            raise ParamError(
+                name, f"{name}: white space can be set for JSON only, not for {self.kind}"
+            )
+
+    @staticmethod
+    def _off(kind: str) -> tuple[bool, ...]:
+        return (False,) if kind == "json_object" else ()
+
+    @property
+    def kind(self) -> str:
+        """Which of the five it is."""
+        return next(k for k in STRUCTURED_KINDS if getattr(self, k) not in (None, *self._off(k)))
+
+
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_NamesUnknown
 ):
@@ -117,6 +189,7 @@ class SamplingParams(
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -184,6 +257,17 @@ class SamplingParams(
             _typed("stop", self.stop, (str, list, tuple), "a string or a list of strings")
         if self.logit_bias is not None:
             _typed("logit_bias", self.logit_bias, dict, "a dict of token ids and biases")
+        if self.structured_outputs is not None:
+            _typed(
+                "structured_outputs",
+                self.structured_outputs,
+                StructuredOutputsParams,
+                "StructuredOutputsParams",
+            )
+            if self.ignore_eos:
+                raise ParamError(
+                    "ignore_eos", "ignore_eos contradicts structured_outputs, which ends by EOS"
+                )
         _typed("output_kind", self.output_kind, RequestOutputKind, "a RequestOutputKind")
 
     @property

@@ -40,16 +40,28 @@ class WaitingQueue:
         self._promises: dict[BlockHash, Sequence] = {}
         self.num_queued = 0
         self.num_parked = 0
+        self.held: dict[Sequence, None] = {}  # wait for something outside, in order of arrival
         self.prefix_waits = 0  # since the start
 
     def __len__(self) -> int:
-        return self.num_queued + self.num_parked
+        return self.num_queued + self.num_parked + len(self.held)
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence that does not run, at its place."""
         sequence.queued = True
         self.num_queued += 1
         heapq.heappush(self._heap, (sequence.key, sequence))
+
+    def hold(self, sequence: Sequence) -> None:
+        """Keeps a new sequence out of the queue until `release`; others pass it meanwhile."""
+        sequence.held = True
+        self.held[sequence] = None
+
+    def release(self, sequence: Sequence) -> None:
+        """Queues a held sequence, at its place."""
+        del self.held[sequence]
+        sequence.held = False
+        self.push(sequence)
 
     def first(self) -> Sequence | None:
         """Who is next, parked ones aside."""
@@ -75,6 +87,10 @@ class WaitingQueue:
             if len(self._heap) > 2 * self.num_queued + _STALE:
                 self._heap = [entry for entry in self._heap if entry[1].queued]
                 heapq.heapify(self._heap)
+            return
+        if sequence.held:
+            sequence.held = False
+            del self.held[sequence]
             return
         key = sequence.parked_for
         assert key is not None
@@ -154,8 +170,13 @@ class WaitingQueue:
         assert len(queued) == self.num_queued, f"{len(queued)} queue, {self.num_queued} counted"
         assert len(parked) == self.num_parked, f"{len(parked)} parked, {self.num_parked} counted"
         assert not queued & set(parked), "a sequence is queued and parked"
+        held = {id(s) for s in self.held}
+        assert held == {id(s) for s in live if s.held}, "who is held and who knows it differ"
+        assert not held & (queued | set(parked)), "a held sequence is queued or parked"
         waiting = {id(s) for s in live if not s.running}
-        assert waiting == queued | set(parked), "who waits and who stands in the queue differ"
+        assert waiting == queued | set(parked) | held, (
+            "who waits and who stands in the queue differ"
+        )
         for s in live:
             assert parked.get(id(s)) == s.parked_for, "a parked sequence does not know what for"
         for key in self._parked:

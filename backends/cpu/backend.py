@@ -45,6 +45,7 @@ KERNEL_OPS = (
     "embedding",
     "decoder_layer",
     "sample",
+    "mask_logits",
     "token_logprobs",
 )
 """Ops that the C++ library runs."""

@@ -385,6 +385,9 @@ class CpuOps(Ops):
             )
         return out
 
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+        lib.mask_logits(logits, rows, words)
+
     def token_logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

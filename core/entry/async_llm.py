@@ -33,6 +33,7 @@ from octavo.core.loading.progress import Progress
 from octavo.core.loading.tokenizer import Tokenizer
 from octavo.core.output import OutputProcessor, SampleId, merge_outputs
 from octavo.core.request_stats import RequestStats
+from octavo.core.structured import check as check_grammar
 from octavo.core.types import (
     ParamError,
     Request,
@@ -300,6 +301,8 @@ class AsyncLLM:
         """
         ready = prompt if isinstance(prompt, Prompt) else await self.tokenize(prompt)
         params = sampling_params or self.get_default_sampling_params()
+        if params.structured_outputs is not None:  # may take seconds: not on the event loop
+            await asyncio.to_thread(check_grammar, params.structured_outputs)
         request = self.inputs.request(ready, params, priority=priority, cache_salt=cache_salt)
         stream = self._submit(request, ready.text, request_id)
         try:

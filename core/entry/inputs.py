@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.loading.tokenizer import Tokenizer
+from octavo.core.structured import check as check_grammar
 from octavo.core.types import ParamError, Request, RequestRefused, SamplingParams
 
 log = logging.getLogger("octavo")
@@ -240,6 +241,8 @@ class InputProcessor:
         """
         params.check_vocabulary(self.vocab_size)
         self._check_logprobs(params)
+        if params.structured_outputs is not None:
+            check_grammar(params.structured_outputs)
         check_cache_salt(cache_salt)
         if type(priority) is not int or not -(2**31) <= priority < 2**31:
             raise ParamError(

@@ -7,16 +7,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.admission import SchedulerLimits
-from octavo.core.bad_words import VocabularyIndex
 from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.numbers import choose_numbers
+from octavo.core.entry.vocabulary import grammars_of, vocabulary_of
 from octavo.core.lanes import LaneError, LaneSet
 from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
@@ -139,6 +139,7 @@ def build_engine(
         alloc_kv = partial(ops.alloc_kv, shape.kv, num_blocks, plan.block_size)
         kv = alloc_kv()
     scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases)
+    grammars = grammars_of(files, shape.vocab_size, made.eos_token_ids)
     from octavo.core.runner import Runner
 
     with phases("warm up"):
@@ -151,8 +152,9 @@ def build_engine(
             weights,
             kv,
             alloc_kv,
-            _vocabulary(files, shape.vocab_size),
+            vocabulary_of(files, shape.vocab_size),
             len(shape.kv),
+            grammars,
         )
         if backend.capabilities(device).shapes != "dynamic":
             count = runner.warm_up(progress)
@@ -180,7 +182,7 @@ def build_engine(
         notes=tuple(phases.notes),
         capabilities=asdict(backend.capabilities(device)),
     )
-    return Engine(scheduler, runner, info)
+    return Engine(scheduler, runner, info, grammars)
 
 
 def make_scheduler(
@@ -464,17 +466,3 @@ def _shortened(config: EngineConfig, limits: Limits, most: int, phases: Phases) 
         f"{limits.max_model_len})"
     )
     return most
-
-
-def _vocabulary(files: ModelFiles, vocab_size: int) -> Any:
-    """skip_special -> VocabularyIndex, loading the tokenizer when first asked. It has an entry for each
-    of the model's logits: a tokenizer may know fewer tokens, or more."""
-
-    @cache
-    def index(skip_special: bool) -> VocabularyIndex:
-        from octavo.core.loading.tokenizer import load_tokenizer
-
-        known = load_tokenizer(files).vocabulary_bytes(skip_special)[:vocab_size]
-        return VocabularyIndex(known + [b""] * (vocab_size - len(known)))
-
-    return index

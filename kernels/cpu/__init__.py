@@ -92,6 +92,7 @@ __all__ = [
     "isas",
     "kv_shapes",
     "linear",
+    "mask_logits",
     "paged_attention",
     "rms_norm",
     "rotary",
@@ -298,6 +299,25 @@ def sample(
     )
     if status:
         fail(status, "sample")
+
+
+def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Sets to -inf what of float32 logits [B, V] may not be drawn, in place: of row rows[i] (int64 [R])
+    the tokens v whose bit v % 32 of words[i, v // 32] (int32 [R, ceil(V / 32)]) is 0.
+    """
+    rows, words = rows.contiguous(), words.contiguous()
+    vocab = logits.shape[1]
+    if words.shape != (len(rows), -(-vocab // 32)):
+        raise ValueError(f"words are {tuple(words.shape)}, not {(len(rows), -(-vocab // 32))}")
+    lib.mask_logits(
+        logits.data_ptr(),
+        vocab,
+        logits.stride(0),
+        rows.data_ptr(),
+        words.data_ptr(),
+        words.shape[1],
+        len(rows),
+    )
 
 
 def token_logprobs(

@@ -4,10 +4,11 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from octavo.core.contract import Capabilities
 from octavo.plugins.conformance.scorecard import (
     EXECUTIONS,
     Execution,
@@ -44,7 +45,9 @@ class SupportRow:
 
 
 def of_capabilities(backend: str, device: str, capabilities: Mapping[str, Any]) -> SupportRow:
-    """The row of a device by its capabilities as data (`dataclasses.asdict`, or their JSON)."""
+    """The row of a device by its capabilities as data (`dataclasses.asdict`, or their JSON). What they do
+    not tell is as in `Capabilities()`."""
+    capabilities = {**asdict(Capabilities()), **capabilities}
     notes, ops = capabilities["notes"], dict(capabilities["ops"])
     try:
         execution = execution_of(notes, "")
@@ -72,8 +75,6 @@ def of_capabilities(backend: str, device: str, capabilities: Mapping[str, Any]) 
 
 def of_scorecard(card: Scorecard) -> SupportRow:
     """The row that a run of the kit came to."""
-    from dataclasses import replace
-
     return replace(
         of_capabilities(card.backend, card.device, card.capabilities),
         passed=card.count("passed"),

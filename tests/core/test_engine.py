@@ -264,7 +264,7 @@ def test_bad_ids_never_reach_a_step(prompt: list[Any], params: dict, param: str)
         ({"logit_bias": [1]}, "logit_bias"),
         ({"output_kind": 1}, "output_kind"),
         ({"best_of": 2}, "best_of"),
-        ({"structured_outputs": None}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
 def test_parameters_out_of_range_are_named(params: dict, param: str) -> None:

@@ -104,7 +104,7 @@ def test_padded_rows_of_the_other_sampler(size: int) -> None:
     using = Sampler(program, Ops(), "cpu", no_vocabulary)
     logits = torch.randn(size, V)
     plain = Sampler(Ops().sample, Ops(), "cpu", no_vocabulary)
-    for ways in ([0, 0, 0], [1, 2, 8]):
+    for ways in ([0, 0, 0], [1, 2, 8], [5, 5, 5]):
         found = using.run(plan_of(ways), logits.clone(), 3)
         assert found.tokens.tolist() == plain.run(plan_of(ways), logits[:3].clone()).tokens.tolist()
         assert isinstance(found.tokens, np.ndarray)

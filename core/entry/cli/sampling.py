@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from octavo.core.config import ConfigError, nearest
@@ -30,12 +32,18 @@ SAMPLING: dict[str, tuple[str, str]] = {
     "logprobs": ("int", "log-probabilities of each token and of as many likely ones"),
     "prompt_logprobs": ("int", "the same for the prompt"),
     "skip_special_tokens": ("bool", "leave special tokens out of the text"),
+    "structured_outputs": (
+        "grammar",
+        'what an answer has to be: {"json": SCHEMA}, {"regex": "…"}, {"choice": […]}, {"grammar": "…"} or '
+        '{"json_object": true}, or @FILE that holds it',
+    ),
     "truncate_prompt_tokens": ("int", "keep as many last tokens of a prompt; -1: what fits"),
 }
 CHAT = (*list(SAMPLING)[:13], "seed")
 """What makes sense in a chat."""
 
 _METAVARS = {"int": "INT", "float": "FLOAT", "texts": "TEXT", "ids": "ID", "bias": "ID:BIAS"}
+_METAVARS["grammar"] = "JSON"
 _WORDS = {"true": True, "on": True, "yes": True, "1": True} | {
     "false": False, "off": False, "no": False, "0": False,
 }  # fmt: skip
@@ -55,7 +63,7 @@ def add_sampling_options(
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["metavar"] = _METAVARS[kind]
-            options["type"] = {"float": float, "texts": str, "bias": _bias}.get(kind, int)
+            options["type"] = _TYPES.get(kind, int)
         if kind in ("texts", "ids", "bias"):
             options["action"] = "append"
         group.add_argument("--" + name.replace("_", "-"), **options)
@@ -69,6 +77,21 @@ def _bias(text: str) -> tuple[int, float]:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not ID:BIAS, as 42:-100")
+
+
+def _grammar(text: str) -> Any:
+    from octavo.core.types import ParamError, StructuredOutputsParams
+
+    try:
+        data = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+        if not isinstance(data, dict):
+            raise ValueError(f"it is {data!r:.40}, not an object")
+        return StructuredOutputsParams(**data)
+    except (OSError, ValueError, ParamError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_TYPES: dict[str, Any] = {"float": float, "texts": str, "bias": _bias, "grammar": _grammar}
 
 
 def sampling_values(options: argparse.Namespace) -> dict[str, Any]:

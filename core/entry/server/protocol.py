@@ -15,6 +15,7 @@ import msgspec
 
 from octavo.core.config import nearest
 from octavo.core.entry.server.errors import bad_request
+from octavo.core.entry.server.structured import structured_outputs
 from octavo.core.types import MAX_LOGPROBS, SamplingParams
 
 MAX_LOGIT_BIAS = 1024
@@ -27,10 +28,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
@@ -44,12 +41,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "reasoning_effort": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "return_prompt_text": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
@@ -128,6 +123,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     priority: int | None = None
     cache_salt: str | None = None
     include_metrics: bool | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
 
     # Labels: no effect on the answer.
     user: str | None = None
@@ -136,20 +137,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     # Known, and refused unless neutral.
     documents: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
     kv_transfer_params: Any = None
     length_penalty: Any = None
     logprob_token_ids: Any = None
     prompt_embeds: Any = None
     repetition_detection: Any = None
-    response_format: Any = None
     return_prompt_text: Any = None
     service_tier: Any = None
     stream_interval: Any = None
-    structured_outputs: Any = None
     thinking_token_budget: Any = None
     truncation_side: Any = None
     use_beam_search: Any = None
@@ -195,6 +190,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         """What the request sets of `SamplingParams`, for `InputProcessor.default_params`."""
         values = {name: getattr(self, name) for name in _SAMPLING}
         values = {name: value for name, value in values.items() if value is not None}
+        if (structured := structured_outputs(self)) is not None:
+            values["structured_outputs"] = structured
         if self.logit_bias:
             values["logit_bias"] = _token_keys(self.logit_bias)
         return values

@@ -21,6 +21,13 @@ size_t at(const int64_t *ids, int64_t stride, int64_t i, size_t bytes) {
   return static_cast<size_t>(ids ? ids[i * stride] : i) * bytes;
 }
 
+constexpr struct Bits {
+  uint32_t at[32] = {};
+  constexpr Bits() {
+    for (int i = 0; i < 32; ++i) at[i] = 1u << i;
+  }
+} kBit;
+
 // Every slice walks the blocks in order, so a pair may read what an earlier pair wrote.
 void slices(void *ctx, int, int64_t begin, int64_t end) {
   const Job &j = *static_cast<Job *>(ctx);
@@ -65,5 +72,44 @@ void octavo_scatter_blocks(void *cache, const void *in, size_t block_bytes, cons
                            int64_t count) {
   move({static_cast<char *>(cache), static_cast<const char *>(in), block_bytes, ids, nullptr, 1,
         count});
+}
+
+void octavo_mask_logits(float *logits, int64_t vocab, int64_t row_stride, const int64_t *rows,
+                        const uint32_t *words, int64_t row_words, int64_t count) {
+  constexpr int64_t kPart = 8192;  // tokens
+  struct Job {
+    float *logits;
+    int64_t vocab, row_stride;
+    const int64_t *rows;
+    const uint32_t *words;
+    int64_t row_words, parts;
+  } job = {logits, vocab, row_stride, rows, words, row_words, (vocab + kPart - 1) / kPart};
+  octavo::parallel_for(
+      count * job.parts, 2, octavo::max_threads(),
+      [](void *ctx, int, int64_t begin, int64_t end) {
+        const Job &j = *static_cast<Job *>(ctx);
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t at = i / j.parts, from = i % j.parts * kPart;
+          const int64_t last = from + kPart < j.vocab ? from + kPart : j.vocab;
+          float *row = j.logits + j.rows[at] * j.row_stride;
+          const uint32_t *word = j.words + at * j.row_words;
+          for (int64_t v = from; v < last; v += 32) {
+            const uint32_t bits = word[v / 32];
+            if (bits == 0xffffffffu) continue;  // as a rule nearly all words are all ones or all zeros
+            if (last - v < 32) {
+              for (int k = 0; k < last - v; ++k) row[v + k] = bits >> k & 1 ? row[v + k] : -__builtin_inff();
+              continue;
+            }
+            uint32_t x[32];  // without branches: the compiler makes vectors of it
+            std::memcpy(x, row + v, sizeof x);
+            for (int k = 0; k < 32; ++k) {
+              const uint32_t keep = (bits & kBit.at[k]) ? 0xffffffffu : 0u;
+              x[k] = (x[k] & keep) | (0xff800000u & ~keep);
+            }
+            std::memcpy(row + v, x, sizeof x);
+          }
+        }
+      },
+      &job);
 }
 }
