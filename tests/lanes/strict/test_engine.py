@@ -4,18 +4,27 @@ are rounded to bfloat16, whatever the scheduler does on the way."""
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import tokenizers
 import torch
+from byte_model import EOS, byte_llama
 from model_variants import VARIANTS, random_model
 from rounded_reference import TALLY, same_tokens
 from tiny_models import engine, everything, full, greedy, make, prompt_of, reference, run, tokens_of
 
 from octavo.core.engine import Engine
-from octavo.core.types import Request, RequestRefused, SamplingParams, SequenceUpdate
+from octavo.core.types import (
+    Request,
+    RequestRefused,
+    SamplingParams,
+    SequenceUpdate,
+    StructuredOutputsParams,
+)
 
 BLOCK = 128
 
@@ -162,6 +171,37 @@ def test_samples_share_blocks_until_they_write(llama: Path, chip: Any) -> None:
     made = strict(llama)
     same_tokens(llama, requests, finished(made, *requests))
     assert chip.counts["copy_blocks"] > copied
+    made.shutdown()
+
+
+def test_grammars_are_followed(tmp_path: Path, chip: Any) -> None:
+    """Masks are laid over logits on the host; neighbours without one are drawn on the device as ever."""
+    folder = byte_llama(tmp_path)
+    made = strict(folder)
+    wanted = {"regex": "(ab|cd){2,4}[0-9]", "choice": ["yes", "no"]}
+    requests = [
+        Request(
+            id=f"{kind}{i}",
+            prompt_token_ids=[5, 9, i, 7],
+            params=SamplingParams(
+                temperature=1.0,
+                seed=i,
+                max_tokens=30,
+                structured_outputs=StructuredOutputsParams(**{kind: spec}),
+            ),
+            eos_token_ids=(EOS,),
+        )
+        for kind, spec in wanted.items()
+        for i in range(3)
+    ]
+    free = [greedy(f"free{i}", [3, i, 8], 12) for i in range(3)]
+    found = finished(made, *requests, *free)
+    same_tokens(folder, free, found)
+    decode = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).decode
+    for request in requests:
+        text = decode(tokens_of(found[request.id]))
+        assert found[request.id][-1].finish_reason == "stop"
+        assert re.fullmatch("(ab|cd){2,4}[0-9]|yes|no", text), (request.id, text)
     made.shutdown()
 
 
