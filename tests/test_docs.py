@@ -39,6 +39,8 @@ TALKS = (
     "export PYTHONPATH=tests/fakes",
     "NULL_ENGINE_",
     "python tests/fakes/load.py",
+    "ci/lane ",  # tests/test_lanes.py, and .ci/run
+    "python ci/make_workflow.py",  # tests/test_lanes.py
     "python ci/bench/cpu_peers.py",  # installs gigabytes; tests/test_cpu_peers.py has its parts
 )
 QUICK = ("octavo devices", "octavo models", "octavo serve --help")

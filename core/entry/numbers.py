@@ -82,9 +82,11 @@ def _dtype(
     if dtype == "auto":
         stored = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
         stored = stored.removeprefix("torch.")
-        dtype = stored if stored in capabilities.native_dtypes else "float32"
+        known = capabilities.dtypes
+        other = "float32" if "float32" in known or not known else known[0]
+        dtype = stored if stored in capabilities.native_dtypes else other
         if dtype != stored:
-            notes.append(f"dtype float32: the checkpoint's {stored} is not native to {device}")
+            notes.append(f"dtype {dtype}: the checkpoint's {stored} is not native to {device}")
     if dtype not in capabilities.dtypes:
         raise ConfigError(
             f"--dtype {dtype} is not offered by {device}; it has {', '.join(capabilities.dtypes)}"
@@ -104,6 +106,8 @@ def _kv_dtype(
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
         small = scheme is not None or dtype != "float32"
+        if capabilities.kv_follows_dtype:
+            small = False
         kv_dtype = "float16" if small and "float16" in capabilities.kv_dtypes else dtype
         if kv_dtype != dtype:
             weights = scheme.name if scheme is not None else dtype

@@ -123,6 +123,10 @@ def test_thread_environment_respects_the_user() -> None:
     environ = {"GOMP_SPINCOUNT": "7"}
     prepare_thread_environment(environ)
     assert environ["GOMP_SPINCOUNT"] == "7" and environ["KMP_BLOCKTIME"] == "0"
+    assert environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    prepare_thread_environment(environ)
+    assert environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
 
 
 def test_a_model_may_be_a_path(tmp_path: Path) -> None:

@@ -105,6 +105,15 @@ def test_the_kv_cache_is_as_small_as_the_weights_justify(
     assert any("KV cache in float16" in note for note in found.notes) == chosen
 
 
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+def test_a_device_without_float32_gets_what_it_has(stored: str) -> None:
+    only = Capabilities(dtypes=("bfloat16",), native_dtypes=("bfloat16",), kv_dtypes=("bfloat16",))
+    found = choose_numbers(EngineConfig(), {"dtype": stored}, only, "chip", SCHEMES)
+    assert (found.dtype, found.kv_dtype) == ("bfloat16", "bfloat16")
+    told = [f"dtype bfloat16: the checkpoint's {stored} is not native to chip"]
+    assert list(found.notes) == (told if stored != "bfloat16" else [])
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

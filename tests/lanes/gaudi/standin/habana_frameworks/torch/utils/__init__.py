@@ -1,0 +1,1 @@
+"""What the vendor's tools ask of a device."""
