@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from wide_blocks import BLOCK, BLOCKS, DECODES, MIXED, make_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from wide_blocks import BLOCK, BLOCKS, DECODES, MIXED, make_batch
 
 from octavo.backends.ascend import inputs
 from octavo.backends.ascend.ops import AscendOps
