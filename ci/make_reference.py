@@ -1,4 +1,4 @@
-"""Writes docs/reference.md from the code: settings, request fields, Python types, the backend contract.
+"""Writes docs/reference.md from the code: settings, request fields, Python types.
 
 `python ci/make_reference.py` writes it; with `--check` it only says whether the page is current.
 """
@@ -13,12 +13,11 @@ from typing import Any
 
 import msgspec
 
-from octavo.core import contract, types
+from octavo.core import types
 from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.cli.settings import ENGINE, SERVER, Setting
 from octavo.core.entry.llm import LLM
 from octavo.core.entry.server import protocol
-from octavo.plugins import hookspecs
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 REQUESTS = {
@@ -33,21 +32,6 @@ DATA = (
     types.CompletionOutput,
     types.Logprob,
     types.Timings,
-)
-CONTRACT = (
-    contract.Probe,
-    contract.MemoryInfo,
-    contract.Capabilities,
-    contract.KVSpec,
-    contract.ModelShape,
-    contract.Limits,
-    contract.Lane,
-    contract.ExecutionPlan,
-    contract.WeightSpec,
-    contract.Program,
-    contract.SampleInputs,
-    contract.StepOut,
-    types.Batch,
 )
 
 
@@ -129,14 +113,6 @@ def methods(kind: type, names: list[str] | None = None) -> str:
     return "\n".join(parts)
 
 
-def hooks() -> str:
-    found = {n: f for n, f in vars(hookspecs).items() if n.startswith("octavo_")}
-    return "\n".join(
-        f"- `{n}{str(inspect.signature(f)).replace(chr(39), '')}`  \n  {cell(doc(f))}"
-        for n, f in found.items()
-    )
-
-
 def page() -> str:
     parts = [
         "# Reference",
@@ -164,20 +140,8 @@ def page() -> str:
     parts += [data(kind) for kind in DATA]
     parts += [
         "## The backend contract",
-        f"Version {contract.API_VERSION[0]}.{contract.API_VERSION[1]}; everything is imported from `octavo.plugins`.",
-        "### Hooks",
-        hooks(),
-        "### Backend",
-        doc(contract.Backend),
-        methods(contract.Backend),
-        "### Ops",
-        doc(contract.Ops),
-        methods(contract.Ops),
-        "### Transfer",
-        doc(contract.Transfer),
-        methods(contract.Transfer),
+        "Hooks, classes, methods and fields for plug-ins: [plugins/contract.md](plugins/contract.md).",
     ]
-    parts += [data(kind) for kind in CONTRACT]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 

@@ -133,6 +133,14 @@ class EngineConfig:
             "measurement said) or measure (first)",
         },
     )
+    ops_from: str = field(
+        default="auto",
+        metadata={
+            "help": "plug-ins that may replace single ops of the device: auto (by priority), none, or "
+            "their names with commas, best first",
+            "metavar": "NAMES",
+        },
+    )
     cpu_affinity: str | None = field(
         default=None,
         metadata={
@@ -173,6 +181,12 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"{name} must be a word or path, got {value!r}")
+        if not isinstance(self.ops_from, str) or not all(
+            name.strip() for name in self.ops_from.split(",")
+        ):
+            raise ConfigError(
+                f"ops_from must be auto, none or names with commas between, got {self.ops_from!r}"
+            )
         scheme = self.quantization
         if scheme is not None and not (isinstance(scheme, str) and scheme):
             raise ConfigError(

@@ -71,7 +71,8 @@ class Backend:
     """A hardware family. Subclass it, name it, probe for devices; override what can be faster.
 
     name: the backend's own name; device_types: the words `--device` takes for it; priority: higher
-    is tried first by `--device auto`; negative is never chosen by it. pins_frees: for how many steps
+    is tried first by `--device auto`; negative is never chosen by it. api_version: the contract
+    it is built for. pins_frees: for how many steps
     after a block was freed the device may still read it; so long nothing is written to it.
     """
 
@@ -143,7 +144,7 @@ class Backend:
 
 
 class Communicator:
-    """A group of ranks. The default is the group of one."""
+    """A group of ranks. The default is the group of one. rank: this process's. size: how many there are."""
 
     rank: int = 0
     size: int = 1

@@ -29,7 +29,10 @@ PackedWeight = Any
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What `Backend.probe` found. `devices` is empty when there are none, and `reason` says why."""
+    """What `Backend.probe` found. `devices` is empty when there are none, and `reason` says why.
+
+    details: facts for `octavo devices`, as the chip's name.
+    """
 
     devices: tuple[str, ...] = ()
     reason: str = ""
@@ -38,7 +41,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes of device memory: all of it, and what this process could still take."""
+    """Bytes of device memory. total: all of it. free: what this process could still take."""
 
     total: int
     free: int
@@ -47,7 +50,12 @@ class MemoryInfo:
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a device can do, in data. A feature that is missing is a row here, never an exception
-    in the middle of a request: the core falls back to the portable op or refuses at start-up."""
+    in the middle of a request: the core falls back to the portable op or refuses at start-up.
+
+    dtypes: of float weights. kv_dtypes: of the KV cache. block_sizes: tokens that a KV block may hold.
+    graph_capture: whether whole steps are replayed. swap: whether blocks can be moved to the host and
+    back. collectives: those that ranks can run, by name.
+    """
 
     dtypes: tuple[str, ...] = ("float32",)
     native_dtypes: tuple[str, ...] = ("float32",)  # those that are not slower than float32
@@ -76,6 +84,7 @@ class Capabilities:
     )  # free-form facts for `octavo devices NAME`
 
     def refuses_head_size(self, head_size: int) -> bool:
+        """Whether attention cannot run with heads of this size."""
         low, high, step = self.head_sizes
         return not (low <= head_size <= high and head_size % step == 0)
 
@@ -87,6 +96,8 @@ class Capabilities:
 class KVSpec:
     """The KV cache of one layer group.
 
+    layers: their indices. kv_heads: of each layer. head_size, head_size_v: numbers in a
+    key and in a value. dtype: what they are kept in.
     `kind` is full or window(`window` last tokens matter). `latent` and `state` join with the first
     model that needs them.
     """
@@ -102,7 +113,13 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What `Backend.plan` may know of a model before any weight is read."""
+    """What `Backend.plan` may know of a model before any weight is read.
+
+    architecture: its Hugging Face name. num_layers: decoder layers. hidden_size: of the residual stream.
+    q_heads, kv_heads: of attention. head_size: numbers in a head. vocab_size: rows of logits are so
+    wide. max_position: tokens of the longest context. num_parameters: all numbers of its weights. kv:
+    its groups of layers with equal caches.
+    """
 
     architecture: str
     num_layers: int
@@ -118,7 +135,12 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the user asked for; None means the backend may choose."""
+    """What the user asked for; None means the backend may choose.
+
+    max_num_seqs: sequences that may run at once. max_model_len: tokens of the longest. max_num_batched_tokens:
+    tokens of a step. block_size: tokens of a KV block. dtype: of float weights. kv_dtype: of the KV
+    cache. threads: of the CPU. batch_invariant: whether a row's bits must not depend on its company.
+    """
 
     max_num_seqs: int
     max_model_len: int
@@ -166,7 +188,11 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """How a backend wants to be driven. The core validates it, records it and obeys it."""
+    """How a backend wants to be driven. The core validates it, records it and obeys it.
+
+    block_size: tokens of a KV block. lanes: kinds of batches. dtype, kv_dtype: those of the limits. layout:
+    a process for each rank, or one program over all. world_size: ranks.
+    """
 
     block_size: int
     lanes: tuple[Lane, ...]
@@ -181,7 +207,10 @@ class ExecutionPlan:
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """What a weight is for. `parts` name the checkpoint's tensors in the order in which they are
-    stacked along the output dimension; each has its own shape."""
+    stacked along the output dimension; each has its own shape.
+
+    name: its key in `Ctx.weights`. role: what it is multiplied, added or looked up as.
+    """
 
     name: str
     role: Literal["linear", "head", "embedding", "norm", "bias"]
@@ -194,6 +223,7 @@ class WeightSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the parts stacked."""
         first = self.parts[0][1]
         return (sum(shape[0] for _, shape in self.parts), *first[1:])
 
@@ -201,7 +231,17 @@ class WeightSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A decoder layer that may run as one fused op: norm, attention with rotary positions, norm, gated
-    feed-forward, the results of both halves added to the residual stream. Weights go by name."""
+    feed-forward, the results of both halves added to the residual stream. Weights go by name.
+
+    hidden: width of the residual stream. intermediate: of the feed-forward. q_heads, kv_heads: of attention.
+    head_size: numbers in a head. norm_1, norm_2: names of the norms before attention and before the
+    feed-forward. qkv, out: names of attention's products. gate_up, down: names of the feed-forward's.
+    qkv_bias, out_bias, gate_up_bias, down_bias: names of what is added to these, None where nothing is.
+    rotary: name of the table of cosines and sines. interleaved: whether pairs of neighbours are rotated,
+    and not the halves of a head. eps: of both norms. norm_offset: what is added to the norms' weights. act: on the gate.
+    scale: of scores. window: positions that a query sees, 0 for all. softcap: bound of scores, 0 for none.
+    group: KV group of the layer.
+    """
 
     layer: int  # index of the KV handle
     hidden: int
@@ -232,8 +272,11 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ctx:
-    """All that a layer may use inside a step, passed down explicitly. `kv[i]` is layer i's handle,
-    replaced by the one an op returns."""
+    """All that a layer may use inside a step, passed down explicitly.
+
+    weights: packed, by name. kv: layer i's handle at i, replaced by the one an op returns. meta: what
+    `Backend.prepare` made of the batch.
+    """
 
     weights: Mapping[str, PackedWeight]
     kv: list[Handle]
@@ -244,6 +287,7 @@ class Ctx:
 class Program:
     """A pure function the shared runner will call every step, offered to `Backend.compile`.
 
+    kind: "forward" or "sample". model: the model whose step it is. example: None so far.
     forward: fn(weights, kv, inputs) -> (StepOut, kv).
     sample:  fn(logits [L, V], SampleInputs) -> tokens [L] int64. Logits are float32, unless the device's
              shapes are static: then they are what "forward" returned, and `fn` widens them.
@@ -270,7 +314,11 @@ class Program:
 @dataclass(slots=True)
 class StepOut:
     """Device-side results of a forward pass. `logits` [L, V], float32, bfloat16 or float16, belong to
-    `Batch.logits_rows`; they must hold until the other lanes of the step have run, too."""
+    `Batch.logits_rows`; they must hold until the other lanes of the step have run, too.
+
+    hidden: the last hidden states, where a program keeps them. pooled, tokens: of programs that pool
+    or draw themselves. All None from a model's own "forward".
+    """
 
     logits: Any
     hidden: Any = None
@@ -292,7 +340,10 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
-    """Per row of logits, device tensors: what `Ops.sample` draws by. [L] each."""
+    """Per row of logits, device tensors: what `Ops.sample` draws by. [L] each.
+
+    all_greedy: whether every temperature is 0, known on the host.
+    """
 
     temperature: Any  # float32; 0: greedy
     top_k: Any  # int32; 0: off

@@ -43,6 +43,7 @@ class Ops:
     """The operations of a step. Every method has a portable torch body in `octavo.core.ops`;
     overriding one is giving it a better kernel.
 
+    device: the torch device that tensors live on.
     q, k and v may be views with a row stride; `meta` is what the same backend's `prepare` returned.
     """
 

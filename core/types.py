@@ -497,17 +497,17 @@ class Batch:
     """
 
     num_tokens: int  # without padding
-    num_seqs: int
+    num_seqs: int  # without padding
     token_ids: Int32  # [T]
     positions: Int64  # [T]
     query_start: Int32  # [S + 1], padded with its last value
     context_lens: Int32  # [S], tokens in the KV cache once this step is written; 0 for padding
     logits_rows: Int32  # [L], rows of T; a row may stand there more than once; padded with row 0
-    slots: tuple[Int64, ...]
-    block_tables: tuple[Int32, ...]
+    slots: tuple[Int64, ...]  # per KV group [T]: block · block size + offset; -1: padding
+    block_tables: tuple[Int32, ...]  # per KV group [S, blocks]; 0: unused
     token_src: Int32 | None = None  # [T]; i >= 0: the token is row i of the step before
-    max_query_len: int = 0
-    max_context_len: int = 0
+    max_query_len: int = 0  # the most tokens of one sequence
+    max_context_len: int = 0  # the largest of context_lens
     lane: int = 0  # index in `ExecutionPlan.lanes`
     # The lane's kind where it has one. In a mixed lane: "decode" when every item is one token that is
     # drawn from once, "prefill" when none is.

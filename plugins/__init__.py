@@ -30,6 +30,7 @@ from octavo.core.instruments import Instruments, LinearPath, Peaks
 from octavo.core.quantization.base import Form, QuantizedTensor, Scheme
 from octavo.core.types import Batch
 from octavo.plugins.hookspecs import hookimpl, hookspec
+from octavo.plugins.overrides import OpOverride
 
 __all__ = [
     "API_VERSION",
@@ -50,6 +51,7 @@ __all__ = [
     "LinearPath",
     "MemoryInfo",
     "ModelShape",
+    "OpOverride",
     "Ops",
     "PackedWeight",
     "Peaks",

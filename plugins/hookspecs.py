@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from octavo.core.contract import Backend
+from octavo.plugins.overrides import OpOverride
 
 if TYPE_CHECKING:
     from octavo.core.loading.files import ModelFiles
@@ -25,6 +26,11 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @hookspec
 def octavo_backends() -> Sequence[Backend]:  # type: ignore[empty-body]
     """Backends this plug-in brings. Constructing one must be cheap and import nothing heavy."""
+
+
+@hookspec
+def octavo_ops() -> Sequence[OpOverride]:  # type: ignore[empty-body]
+    """Single ops of other backends that this plug-in has better bodies for."""
 
 
 @hookspec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from octavo.core.config import ConfigError, nearest
-from octavo.core.contract import API_VERSION, Backend, Probe
-from octavo.plugins import hookspecs
+from octavo.core.contract import API_VERSION, Backend, ExecutionPlan, Probe
+from octavo.plugins import deprecation, hookspecs
+from octavo.plugins.overrides import Claim, ResolvedOps, clashes, resolve_ops, validate
 
 if TYPE_CHECKING:
     from octavo.core.loading.files import ModelFiles
@@ -43,7 +45,11 @@ class BackendEntry:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """One line of `octavo devices`: a device word, the backend behind it, and what was found."""
+    """One line of `octavo devices`: a device word, the backend behind it, and what was found.
+
+    install: the command that brings what the backend needs, where there is no device and the package
+    that brought it has an extra of its name.
+    """
 
     word: str
     backend: str
@@ -53,6 +59,7 @@ class DeviceRow:
     devices: tuple[str, ...]
     reason: str
     details: dict[str, str] = field(default_factory=dict)
+    install: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +76,19 @@ class Plugins:
 
     Args:
         entry_points: those of group `octavo`; given in tests, else the environment's.
+        deprecated: names of the contract that are warned about; given in tests.
     """
 
-    def __init__(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
+    def __init__(
+        self,
+        entry_points: Iterable[metadata.EntryPoint] | None = None,
+        deprecated: Iterable[deprecation.Deprecation] = deprecation.DEPRECATED,
+    ) -> None:
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
         self.backends: list[BackendEntry] = []
+        self.claims: list[Claim] = []
+        self._deprecated = tuple(deprecated)
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         points = metadata.entry_points(group=GROUP) if entry_points is None else entry_points
@@ -95,7 +109,10 @@ class Plugins:
                     "it implements no hook of Octavo's (see octavo.plugins.hookspecs)"
                 )
             self._warn_of_near_misses(module, hooks, where)
+            for text in deprecation.used_hooks(hooks, self._deprecated):
+                self.warnings.append(f"plug-in {where}: {text}")
             backends = list(module.octavo_backends()) if "octavo_backends" in hooks else []
+            overrides = list(module.octavo_ops()) if "octavo_ops" in hooks else []
         except (Exception, SystemExit) as error:
             if self._manager.has_plugin(where):
                 self._manager.unregister(name=where)
@@ -105,6 +122,11 @@ class Plugins:
             try:
                 self._accept(backend, point)
             except Exception as error:  # its other backends may be fine
+                self.problems.append(Problem(where, f"{type(error).__name__}: {error}"))
+        for override in overrides:
+            try:
+                self.claims.append(Claim(validate(override), point.name, _released(point)))
+            except Exception as error:
                 self.problems.append(Problem(where, f"{type(error).__name__}: {error}"))
 
     def _warn_of_near_misses(self, module: Any, hooks: Mapping[str, Any], where: str) -> None:
@@ -153,6 +175,8 @@ class Plugins:
                 f"backend {backend.name!r} is built for the newer contract {major}.{minor} "
                 f"(this engine has {API_VERSION[0]}.{API_VERSION[1]}); what is new there is not used"
             )
+        for text in deprecation.overridden(backend, self._deprecated):
+            self.warnings.append(f"backend {backend.name!r}: {text}")
         distribution = point.dist.name if point.dist is not None else "unknown"
         self.backends.append(BackendEntry(backend, point.name, distribution))
 
@@ -203,6 +227,30 @@ class Plugins:
         files: ModelFiles | None = hook(model=model, revision=revision, cache_dir=cache_dir)
         return files
 
+    def resolved_ops(self, backend: Backend, device: str, choice: str = "auto") -> ResolvedOps:
+        """The ops that an engine runs on a device: the backend's, with what plug-ins replace.
+
+        choice: as `--ops-from`: auto, none, or names of plug-ins with commas between, best first.
+
+        Raises:
+            ConfigError: `choice` names a plug-in that replaces no op.
+        """
+        found = resolve_ops(backend, device, self.claims, choice)
+        for text in (
+            *deprecation.overridden(found.ops, self._deprecated),
+            *deprecation.filled_in(backend.capabilities(device), self._deprecated),
+        ):
+            found.notes.append(f"backend {backend.name!r}: {text}")
+        return found
+
+    def op_clashes(self) -> list[str]:
+        """A sentence for each op that several plug-ins replace."""
+        return clashes(self.claims)
+
+    def deprecated_in(self, plan: ExecutionPlan) -> list[str]:
+        """A sentence for each deprecated field that a plan uses."""
+        return deprecation.filled_in(plan, self._deprecated)
+
     def devices(self) -> list[DeviceRow]:
         """Every device word with what its backend's probe found, best priority first."""
         rows = []
@@ -219,6 +267,7 @@ class Plugins:
                         devices=probe.devices,
                         reason=probe.reason,
                         details=dict(probe.details),
+                        install="" if probe.devices else _extra(entry),
                     )
                 )
         return rows
@@ -271,6 +320,24 @@ class Plugins:
         raise ConfigError(
             "no backend found a device: " + ("; ".join(passed) or "none is installed")
         )
+
+
+def _released(point: metadata.EntryPoint) -> str:
+    """The name and version of the package that an entry point is from."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
+
+
+def _extra(entry: BackendEntry) -> str:
+    """The command that installs the extra named as a backend, if its package has one that brings
+    anything."""
+    name = entry.backend.name
+    try:
+        needs = metadata.requires(entry.distribution) or []
+    except metadata.PackageNotFoundError:
+        return ""
+    behind = re.compile(rf"""extra\s*==\s*['"]{re.escape(name)}['"]""")
+    found = any(behind.search(text.partition(";")[2]) for text in needs)
+    return f"pip install '{entry.distribution}[{name}]'" if found else ""
 
 
 def safe_probe(backend: Backend) -> Probe:

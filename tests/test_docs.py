@@ -17,7 +17,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOY = ROOT / "plugins" / "examples" / "octavo-toy"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Walked from the first line to the last by tests/test_docs_plugins.py.
+WALKED = ("cli.md", "tutorial.md")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # What continuous integration runs on a fresh clone, and what another test runs for real.
@@ -27,6 +29,8 @@ ELSEWHERE = {
     "pip install .": "tests/test_packaging.py",
     "octavo serve --port 8000": "tests/test_docs.py",
     "pip install --no-deps ./plugins/examples/octavo-toy": "tests/plugins/test_third_party.py",
+    "pip install --no-deps ./plugins/examples/octavo-fast-norm": "tests/plugins/test_fast_norm.py",
+    'octavo generate --device cpu --ops-from none --prompt "Hello" --max-tokens 8': "tests/plugins/test_fast_norm.py",
     'octavo generate --device toy --prompt "Hello" --max-tokens 8': "tests/plugins/test_third_party.py",
 }
 # They need somebody to talk to, a file or a server: the tests of docs/cli.md, of the client below, of
@@ -43,14 +47,19 @@ TALKS = (
     "python ci/make_workflow.py",  # tests/test_lanes.py
     "python ci/bench/cpu_peers.py",  # installs gigabytes; tests/test_cpu_peers.py has its parts
 )
-QUICK = ("octavo devices", "octavo models", "octavo serve --help")
+QUICK = (
+    "octavo backend check cpu --only",
+    "octavo devices",
+    "octavo models",
+    "octavo serve --help",
+)
 
 
 def blocks(kind: str) -> list[tuple[str, str]]:
     return [
         (page.name, body)
         for page in PAGES
-        if page.name != "cli.md"
+        if page.name not in WALKED
         for language, body in FENCE.findall(page.read_text("utf-8"))
         if language == kind
     ]
@@ -111,21 +120,20 @@ def test_command(command: str, tmp_path: Path) -> None:
 def test_command_that_runs_elsewhere(command: str, where: str) -> None:
     assert command in commands(), "no page has it any more"
     script = (ROOT / where).read_text("utf-8")
-    words = ("octavo-toy", "toy", "--port", "install")
+    words = ("octavo-toy", "octavo-fast-norm", "--ops-from", "toy", "--port", "install")
     assert command in script or any(w in command and w in script for w in words)
 
 
 def test_the_tutorials_files_are_the_examples() -> None:
-    page = (ROOT / "docs" / "plugins.md").read_text("utf-8")
+    page = (ROOT / "docs" / "plugins" / "index.md").read_text("utf-8")
     for name in ("pyproject.toml", "octavo_toy.py"):
         assert (TOY / name).read_text("utf-8").strip() in page, name
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if p.parent.name == "docs" or p.name == "README.md"]
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#][^)]*)\)", page.read_text("utf-8")):
+    prose = FENCE.sub("", page.read_text("utf-8"))
+    for target in re.findall(r"\]\(([^)#][^)]*)\)", prose):
         path, _, anchor = target.partition("#")
         if path.startswith("http"):
             continue
@@ -137,10 +145,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, target
 
 
+# They define plug-ins and print nothing: the tests below and tests/test_docs_plugins.py run them.
+PLUGINS = tuple(p.name for p in (ROOT / "docs" / "plugins").glob("*.md"))
 SNIPPETS = [
     pytest.param(body, id=f"{page}-{n}")
     for n, (page, body) in enumerate(blocks("python"))
-    if "OpenAI(" not in body and page != "plugins.md"
+    if "OpenAI(" not in body and page not in PLUGINS
 ]
 
 
@@ -159,7 +169,7 @@ def test_python(code: str, tmp_path: Path) -> None:
 def test_a_plugin_page_snippet_overrides_an_op() -> None:
     import torch
 
-    body = next(b for p, b in blocks("python") if p == "plugins.md" and "class ToyOps" in b)
+    body = next(b for p, b in blocks("python") if p == "operations.md" and "class ToyOps" in b)
     names: dict[str, object] = {}
     exec(body, names)
     ops = names["ToyBackend"]().ops("toy")  # type: ignore[operator]

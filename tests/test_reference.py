@@ -13,14 +13,6 @@ SCRIPT = ROOT / "ci" / "make_reference.py"
 def test_the_reference_is_current_and_complete() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, "run: python ci/make_reference.py\n" + done.stderr
-    text = (ROOT / "docs" / "reference.md").read_text("utf-8")
-    from octavo.core.contract import Backend, Ops
-
-    for kind in (Backend, Ops):
-        for name, member in vars(kind).items():
-            if callable(member) and not name.startswith("_"):
-                assert f"`{name}(" in text, name
-                assert (member.__doc__ or "").strip(), f"{kind.__name__}.{name} has no docstring"
 
 
 def test_the_check_can_fail(tmp_path: Path) -> None:

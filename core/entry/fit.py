@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry import wiring
+from octavo.core.entry.op_choice import choose_ops
 from octavo.core.lanes import LaneSet
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.packing import check_weights
@@ -78,7 +79,7 @@ def fit(
     files = wiring.resolve_model(config, progress, weights=False)
     phases = wiring.Phases()
     made = wiring.design(config, files, resolved, phases)
-    ops = resolved.backend.ops(resolved.device)
+    ops = choose_ops(config, resolved, phases.notes).ops
     model = wiring.make_model(made, files, ops)
     placed = wiring.place_weights(made, model, phases)
     _check_header(model, placed, files, phases)

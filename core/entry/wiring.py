@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.numbers import choose_numbers
+from octavo.core.entry.op_choice import capabilities_of, choose_ops
 from octavo.core.entry.vocabulary import grammars_of, vocabulary_of
 from octavo.core.lanes import LaneError, LaneSet
 from octavo.core.loading.errors import ModelConfigError, ModelError
@@ -119,7 +120,8 @@ def build_engine(
         made = design(config, files, resolved, phases)
         shape, plan, limits = made.shape, made.plan, made.limits
         backend.start(device, limits)
-        ops = backend.ops(device)
+        replaced = choose_ops(config, resolved, phases.notes)
+        ops = replaced.ops
         model = make_model(made, files, ops)
         placed = place_weights(made, model, phases)
     with phases("load weights"):
@@ -180,7 +182,7 @@ def build_engine(
         max_logprobs=config.max_logprobs,
         phases=phases.seconds,
         notes=tuple(phases.notes),
-        capabilities=asdict(backend.capabilities(device)),
+        capabilities=capabilities_of(backend, device, replaced),
     )
     return Engine(scheduler, runner, info, grammars)
 
@@ -276,6 +278,7 @@ def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: 
         eos = tuple(token for token in eos if token not in beyond)
     limits = _limits(config, shape, dtype, kv_dtype, phases)
     plan = _validated(backend.plan(shape, device, limits), shape, backend, device, config)
+    phases.notes += [f"backend {backend.name!r}: {text}" for text in plugins().deprecated_in(plan)]
     return Design(resolved, cls, model_config, eos, dtype, numbers.scheme, shape, limits, plan)
 
 

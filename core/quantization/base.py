@@ -27,8 +27,9 @@ ROWS_AT_ONCE = 4096
 class QuantizedTensor:
     """A matrix [N, K] in a canonical form: codes · scales + minima, by row and group of inputs.
 
-    codes: [N, K], one code an element, unsigned where there are minima. scales [N, K / group];
-    minima [N, K / group] or None. dtype: of the activations that come out of it.
+    form: its name. codes: [N, K], one code an element, unsigned where there are minima. scales: [N, K /
+    group]. minima: the same shape, or None. group: inputs that share a scale. dtype: of the
+    activations that come out of it.
     """
 
     form: str
@@ -63,7 +64,7 @@ class Form:
     Products quantise activations by token and group of inputs, to symmetric 8-bit codes.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # the word of `Capabilities.quantization`
     bits: ClassVar[int]  # of a code
     needs: ClassVar[str]  # of a shape, in words: for the note on a weight that cannot take the form
 

@@ -151,9 +151,9 @@ def summarised(
             executions[op] = scorecard.execution_of(caps.notes, op)
         except ValueError:
             executions[op] = scorecard.execution_of({}, op)
-    everything = caps.ops.get("every op", "")
+    everything = subject.runs.get("every op", "")
     kind = type(subject.ops)
-    runs = {op: caps.ops.get(op) or everything or kind.__name__ for op in ops}
+    runs = {op: subject.runs.get(op) or everything or kind.__name__ for op in ops}
     wanted = [(r.op, r.dtype) for r in results if r.group == "op" and r.state == "passed"]
     rows = scorecard.gathered(
         results,

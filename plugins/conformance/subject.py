@@ -27,6 +27,7 @@ from octavo.plugins import (
 )
 from octavo.plugins.conformance.case import Case, Dice, Finding
 from octavo.plugins.conformance.truth import Array
+from octavo.plugins.manager import plugins
 
 HEAD_SIZES = (64, 128, 32, 96, 80, 24, 16, 256, 40, 72, 8, 112, 192)
 """Head sizes that models have; more are drawn from what is declared."""
@@ -67,7 +68,9 @@ class Subject:
         self.torch_device = backend.torch_device(device)
         self._activations: dict[str, torch.dtype] = {}
         backend.start(device, LIMITS)
-        self.ops = backend.ops(device)
+        replaced = plugins().resolved_ops(backend, device)
+        self.ops = replaced.ops
+        self.runs = replaced.told(self.capabilities.ops)  # op -> what runs it, as in an engine
 
     def execute(self, case: Case) -> Finding:
         """Runs a case's body as the engine runs a step: without autograd."""

@@ -96,7 +96,7 @@ def spans(sizes: Sequence[int]) -> str:
 _INTRO = """# What runs where
 
 Made by `python ci/make_support_matrix.py` from the scorecards in `docs/support/`, which
-`octavo backend check NAME --json FILE` writes ([plugins.md](plugins.md#checking-a-backend)). A running server
+`octavo backend check NAME --json FILE` writes ([plugins/checking.md](plugins/checking.md)). A running server
 tells its own row as `support` in `GET /v1/capabilities`."""
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,26 +31,6 @@ class Toy(Backend):
 
     def probe(self) -> Probe:
         return self._probe
-
-
-@pytest.fixture
-def point() -> Iterator[Callable[..., metadata.EntryPoint]]:
-    """Makes an entry point to a module that exists only in this test."""
-    made: list[str] = []
-
-    def make(name: str, *backends: Any, **attributes: Any) -> metadata.EntryPoint:
-        module = types.ModuleType(f"plugin_for_test_{name}_{len(made)}")
-        if backends:
-            attributes["octavo_backends"] = hookimpl(lambda: list(backends))
-        for key, value in attributes.items():
-            setattr(module, key, value)
-        sys.modules[module.__name__] = module
-        made.append(module.__name__)
-        return metadata.EntryPoint(name, module.__name__, "octavo")
-
-    yield make
-    for name in made:
-        del sys.modules[name]
 
 
 def a_string_for_words() -> Toy:
@@ -326,3 +305,22 @@ def test_the_built_in_backends_come_by_the_same_door() -> None:
     assert found.resolve("auto").backend.name != "reference"
     with pytest.raises(ConfigError, match="behind the colon"):
         found.resolve("cpu:1")
+
+
+def test_an_absent_device_names_the_extra_that_brings_it(
+    module_path: Path, point: Callable[..., metadata.EntryPoint], capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = module_path / "octavo_third-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: octavo-third\nVersion: 1.0\nProvides-Extra: lame\n"
+        "Provides-Extra: bare\nRequires-Dist: driver>=2 ; extra == 'lame'\n"
+    )
+    dist = metadata.Distribution.at(info)
+    absent = [Toy(name, devices=(), reason="no driver") for name in ("lame", "bare")]
+    points = [p._for(dist) for p in (point("it", *absent, Toy("here")),)]  # type: ignore[attr-defined]
+    rows = {row.word: row for row in Plugins(points).devices()}
+    assert rows["lame"].install == "pip install 'octavo-third[lame]'"
+    assert rows["lame"].reason == "no driver"
+    assert rows["bare"].install == "" == rows["here"].install, "an extra that brings nothing"
+    assert describe(rows["lame"])["install"]

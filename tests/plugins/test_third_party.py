@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,36 +35,8 @@ print(json.dumps({"distribution": row.distribution, "plugin": row.plugin, **foun
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip has installed the toy from its own source."""
-    where = tmp_path_factory.mktemp("toy")
-    source = where / "source"  # a build writes beside its sources
-    shutil.copytree(TOY, source)
-    target = where / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--target", str(target)]
-    if find_spec("setuptools") is not None:  # else pip fetches it to build with
-        command += ["--no-build-isolation", "--no-index"]
-    done = subprocess.run(
-        [*command, str(source)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return target
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
-    where = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(where)
-    return where
+def site(installed: Callable[..., Path]) -> Path:
+    return installed(TOY)
 
 
 def run(code: str, site: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,6 +10,7 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry.bench.counting import PHASES, Work, step_work
 from octavo.core.entry.bench.stats import columns, markdown, milliseconds
 from octavo.core.entry.bench.steps import Step, Steps, median_step, sized
+from octavo.core.entry.op_choice import choose_ops
 from octavo.core.entry.wiring import (
     Phases,
     build_engine,
@@ -83,7 +84,7 @@ def described(config: EngineConfig, files: ModelFiles) -> tuple[list[WeightSpec]
     """
     resolved = resolve_device(config.device)
     made = design(config, files, resolved, Phases())
-    model = make_model(made, files, resolved.backend.ops(resolved.device))
+    model = make_model(made, files, choose_ops(config, resolved, []).ops)
     return list(place_weights(made, model, Phases()).specs), made
 
 

@@ -1,4 +1,5 @@
-"""`octavo backend check NAME`: does a backend keep the contract, on this machine."""
+"""`octavo backend check NAME`: does a backend keep the contract, on this machine. `octavo backend new NAME`
+stands in `backend_new.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.core.config import ConfigError, prepare_thread_environment, wants_color
+from octavo.core.entry.cli import backend_new
 
 if TYPE_CHECKING:
     from octavo.plugins.conformance.scorecard import Result, Scorecard
@@ -31,11 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     check.add_argument("--json", metavar="FILE", type=Path, help="write the scorecard as JSON")
     check.add_argument("--html", metavar="FILE", type=Path, help="write the scorecard as a page")
+    backend_new.add_arguments(actions)
     check.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> None:
     """Runs the conformance kit; ends with exit code 1 when a check fails."""
+    if options.action == "new":
+        backend_new.run(options)
+        return
     prepare_thread_environment()
     for path in (options.json, options.html):
         if path is not None and not path.absolute().parent.is_dir():

@@ -28,7 +28,7 @@ COMMANDS = {
     "devices": "backends, and the devices they find",
     "models": "list, remove and export models kept on this machine",
     "bench": "measure throughput, latency, serving, scheduling, start-up and KV cache use",
-    "backend": "check a backend against the contract",
+    "backend": "begin a backend, or check one against the contract",
     "completion": "completion for bash, zsh and fish",
 }
 _EXIT_CODES = """exit codes:
