@@ -116,7 +116,7 @@ def _check_lanes(request: Request, lanes: LaneSet) -> None:
             f"n={params.n} draws {params.n} tokens from one prompt, this device {rows} in a step",
         )
     if params.prompt_logprobs is not None:
-        need = params.n + (prompt if whole is not None else 1)
+        need = params.n + (prompt if whole is not None else min(prompt, lanes.chunk_multiple))
         if need > rows:
             raise RequestRefused(
                 "prompt_logprobs",

@@ -60,6 +60,7 @@ class Capabilities:
     dtypes: tuple[str, ...] = ("float32",)
     native_dtypes: tuple[str, ...] = ("float32",)  # those that are not slower than float32
     kv_dtypes: tuple[str, ...] = ("float32",)
+    logits_dtype: str = ""  # of what "forward" returns, where it rounds more than the dtype does
     kv_follows_dtype: bool = (
         False  # a cache in the weights' dtype is the fastest: what "auto" means
     )

@@ -73,6 +73,7 @@ class LaneSet:
         max_tokens: tokens of the largest batch.
         longest_whole: tokens of the longest prompt; None where prompts are computed in chunks.
         prompt_rows: rows of logits that each lane that takes prompts has for them.
+        chunk_multiple: the largest of those lanes.
         max_blocks: blocks of a sequence that every lane has a bucket for; None: any number.
 
     Raises:
@@ -92,6 +93,7 @@ class LaneSet:
         if len({room.chunked for room in prompts}) > 1:
             raise LaneError("lanes that take prompts must all be chunked, or none")
         self.max_tokens = max(room.tokens for room in rooms)
+        self.chunk_multiple = max(room.chunk_multiple for room in prompts)
         self.longest_whole = None if prompts[0].chunked else min(room.tokens for room in prompts)
         groups = [[room] for room, lane in zip(rooms, lanes, strict=True) if lane.exclusive]
         groups.append([room for room, lane in zip(rooms, lanes, strict=True) if not lane.exclusive])

@@ -54,7 +54,9 @@ class Planner:
         self._waiting = roster.waiting
         self._turns = list(lanes.modes)  # the one whose turn it is first
         self.shares = blocks.prefix_caching and lanes.longest_whole is None
-        self._short = False  # somebody who runs waits for blocks that rest
+        self._short = (
+            False  # somebody who runs waits, for blocks that rest or for room in a mixed lane
+        )
         self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
 
     def plan(self) -> StepPlan | None:
@@ -127,6 +129,8 @@ class Planner:
                     sequence, places if decoding else places - decodes, left.rows, mode.decode
                 )
             if item is None:  # no room for its tokens or rows of logits beside the others
+                # Who is admitted now would decode beside it, and leave it as little room again.
+                self._short |= shared
                 position += 1
                 continue
             already = len(preempted)
@@ -180,8 +184,10 @@ class Planner:
         if count <= 0 or (count < wanted and not lane.chunked):
             return None
         done = start + count == sequence.num_tokens
-        if not done and count > lane.chunk_multiple and lane.chunked:
+        if not done and lane.chunked:
             count -= count % lane.chunk_multiple
+            if not count:  # too little room for a part that is not the last
+                return None
         samples = sequence.pending_samples if done and sequence.max_len > sequence.num_tokens else 0
         return ScheduledTokens(sequence, start, count, samples, all_logits)
 
@@ -259,8 +265,8 @@ class Planner:
             rows = left.rows - sequence.pending_samples
             if rows < sequence.wants_prompt_logprobs:
                 return
-            if not lane.chunked and not self._tokens_for(sequence, left.tokens, rows, lane):
-                return  # it is computed whole, and is too long for what is left of this step
+            if not self._has_room(sequence, len(hits), left.tokens, rows, lane):
+                return
             if not self._take_blocks(sequence, hits):
                 self._no_room = moment
                 return
@@ -272,6 +278,15 @@ class Planner:
                 waiting.promise(sequence)
             items.append(item)
             left.take(item)
+
+    def _has_room(self, sequence: Sequence, hits: int, budget: int, rows: int, lane: Room) -> bool:
+        """Whether a waiting sequence that begins with so many cached blocks can begin in what is left of
+        this step: with all its tokens, or where it is computed in parts with one of the lane's multiple."""
+        wanted = sequence.num_tokens - hits * self.blocks.block_size
+        budget = min(budget, rows) if sequence.wants_prompt_logprobs else budget
+        if not lane.chunked:
+            wanted = min(wanted, lane.tokens)
+        return wanted <= budget or (lane.chunked and lane.chunk_multiple <= budget)
 
     def _known_prefix(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
         """The cached blocks that a waiting sequence begins with, and which block to wait for that a

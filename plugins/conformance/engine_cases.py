@@ -134,13 +134,14 @@ class Trial:
 
     def _same(self, name: str, got: list[int], run: Run) -> None:
         wanted = run.tokens[name, 0]
+        caps = self.subject.capabilities
         entries = [e for u in run.updates if u.request_id == name for e in u.logprobs or ()]
         for at, (mine, theirs) in enumerate(zip(got, wanted, strict=False)):
             if mine == theirs:
                 continue
             near = dict(zip(entries[at].top_ids, entries[at].top_logprobs, strict=True))
             gap = entries[at].logprob - near.get(mine, -np.inf)
-            if gap <= TIE[self.dtype]:
+            if gap <= max(TIE[self.dtype], TIE.get(caps.logits_dtype, 0.0)):
                 self.excused += 1
                 return
             raise Failed(
@@ -306,7 +307,8 @@ def declared(
         )  # fmt: skip
         with engine(Portable(), "portable", t.folder, **options) as made:
             theirs = _logprobs(Run().go(made, requests))
-    words = [w for w in (dtype, kv_dtype, scheme) if w]
+    logits = subject.capabilities.logits_dtype
+    words = [w for w in (dtype, kv_dtype, scheme, logits) if w]
     bound = max(LOGPROB_TOLERANCE.get(w, LOGPROB_TOLERANCE["int8"]) for w in words)
     return within("log-probabilities of tokens", float(np.abs(mine - theirs).mean()), bound)
 

@@ -178,3 +178,41 @@ def test_what_lanes_come_to() -> None:
         LaneSet((Lane(("prefill",)), Lane(("decode",), 64, 64)), 64)
     with pytest.raises(LaneError, match=r"8 sequences are to run.* lets 4 decode"):
         laned((Lane(max_seqs=4),), max_num_seqs=8)
+
+
+def test_no_part_of_a_prompt_is_smaller_than_the_lanes_multiple() -> None:
+    """Not even where a neighbour leaves room for fewer tokens: the second prompt waits a step."""
+    r = laned(apart(chunk_multiple=16))
+    chunks: list[tuple[str, int, int]] = []
+    r.runner.hook = lambda step: chunks.extend(
+        (item.sequence.request.id, item.start, item.count) for item in step.items if item.count > 1
+    )
+    r.engine.add(request("a", 25, max_tokens=2))
+    r.engine.add(request("b", 40, max_tokens=2))
+    r.run()
+    assert chunks == [("a", 0, 25), ("b", 0, 32), ("b", 32, 8)]
+
+
+def test_who_decodes_leaves_room_for_a_part_of_a_prompt_before_others_join() -> None:
+    """In a mixed lane short prompts would otherwise fill the batch for ever, ahead of a long one."""
+    lane = Lane(max_seqs=8, max_tokens=10, chunk_multiple=8)
+    r = laned((lane,))
+    r.engine.add(request("d", 1, max_tokens=4))
+    r.step()
+    r.engine.add(request("long", 80, max_tokens=1))
+    done: list[str] = []
+    for i in range(300):
+        more = {"n": 3, "seed": i, "temperature": 1.0}
+        r.engine.add(request(f"s{i}", 1, max_tokens=3 + i % 12, **more))
+        done += [u.request_id for u in r.step() if u.finish_reason]
+        if "long" in done:
+            break
+    assert "long" in done and i < 100
+
+
+def test_prompt_logprobs_need_rows_for_a_part_of_the_prompt() -> None:
+    r = laned(apart(chunk_multiple=16, row_buckets=(8,)))
+    with pytest.raises(RequestRefused, match=r"n=1.*needs 17 rows of logits.*has 8"):
+        r.engine.add(request("a", 40, max_tokens=1, prompt_logprobs=0))
+    r.engine.add(request("b", 7, max_tokens=1, prompt_logprobs=0))
+    r.run()

@@ -13,42 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tiny_models import engine, full, greedy, make, prompt_of, reference, run, tokens_of
+from model_variants import random_model
+from tiny_models import engine, full, greedy, prompt_of, reference, run, tokens_of
 
 from octavo.core.config import ConfigError
 from octavo.core.types import SequenceUpdate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-ROPES: list[dict[str, Any]] = [
-    {"rope_type": "default"},
-    {"rope_type": "linear", "factor": 4.0},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 32},
-]  # fmt: skip
-
-
-def random_model(dice: random.Random, kind: str) -> Any:
-    heads, kv_heads = dice.choice([(4, 2), (4, 4), (6, 2), (8, 1)])
-    size = dice.choice([8, 16, 32])
-    changes: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "hidden_size": heads * size,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": dice.random() < 0.5,
-        "intermediate_size": dice.choice([17, 52, 64]),
-        "num_hidden_layers": dice.choice([2, 3]),
-    }
-    if kind == "Llama":
-        changes["head_dim"] = dice.choice([8, 24, 64])
-        changes["rope_parameters"] = dice.choice(ROPES) | {"rope_theta": 10000.0}
-    elif kind == "Mistral":
-        changes["sliding_window"] = dice.choice([1, 5, 16, 17, 33])
-    else:
-        changes |= {"use_sliding_window": True, "sliding_window": dice.choice([3, 16, 40]),
-                    "max_window_layers": dice.choice([0, 1])}  # fmt: skip
-    return make(kind, changes)
 
 
 def sample_of(updates: list[SequenceUpdate], index: int) -> list[SequenceUpdate]:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from tiny_models import engine, make, run, tokens_of
+from byte_model import EOS, byte_llama
+from tiny_models import engine, run, tokens_of
 
 from octavo.backends.cpu.ops import CpuOps
 from octavo.core import structured
@@ -29,7 +30,6 @@ from octavo.core.types import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EOS = 256
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"enum": [1, 23, 456]}},
@@ -40,21 +40,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a token for each byte, some that hold several, and EOS."""
-    where = tmp_path_factory.mktemp("bytes")
-    model = make("Llama", {"vocab_size": 264, "eos_token_id": EOS})
-    model.save_pretrained(where)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: i for i, char in enumerate(alphabet)}
-    vocab |= {"<end>": EOS, '{"': 257, "name": 258, "na": 259, "me": 260}
-    merges = [("n", "a"), ("m", "e"), ("na", "me"), ("{", '"')]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<end>"])
-    made.save(str(where / "tokenizer.json"))
-    (where / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    return where
+    return byte_llama(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,26 @@
+"""Installs an example plug-in from its own source, as a third party's package is."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "plugins" / "examples"
+
+
+def install(name: str, where: Path) -> Path:
+    """The folder below `where` into which pip has put example `name`."""
+    source, target = where / "source", where / "site"
+    shutil.copytree(EXAMPLES / name, source)  # a build writes beside its sources
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", "--target", str(target)]
+    if find_spec("setuptools") is not None:  # else pip fetches it to build with
+        command += ["--no-build-isolation", "--no-index"]
+    done = subprocess.run(
+        [*command, str(source)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
