@@ -11,11 +11,11 @@ import sysconfig
 import types
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from installed import builds_wheels
 from tiny_models import engine, greedy, make, prompt_of, reference, run, tokens_of
 
 from octavo.core.entry import wiring
@@ -55,7 +55,7 @@ def bench(tmp_path: Path) -> Iterator[dict[str, str]]:
         script.chmod(0o755)
     environment = {**os.environ, "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-    if find_spec("setuptools") is not None:  # else pip fetches it to build with
+    if builds_wheels():
         environment |= {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
     yield environment
     shutil.rmtree(home)

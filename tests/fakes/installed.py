@@ -8,6 +8,13 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+
+def builds_wheels() -> bool:
+    """Whether setuptools here can build: that of an environment fresh from venv cannot, without wheel. Else
+    pip fetches one to build with."""
+    return bool(find_spec("setuptools") and find_spec("setuptools.command.bdist_wheel"))
+
+
 EXAMPLES = Path(__file__).parents[2] / "plugins" / "examples"
 
 
@@ -17,7 +24,7 @@ def install(name: str, where: Path) -> Path:
     shutil.copytree(EXAMPLES / name, source)  # a build writes beside its sources
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     command += ["--disable-pip-version-check", "--target", str(target)]
-    if find_spec("setuptools") is not None:  # else pip fetches it to build with
+    if builds_wheels():
         command += ["--no-build-isolation", "--no-index"]
     done = subprocess.run(
         [*command, str(source)], capture_output=True, text=True, timeout=200, check=False

@@ -8,11 +8,11 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from installed import builds_wheels
 
 from octavo.plugins import hookimpl
 
@@ -45,7 +45,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         where = tmp_path_factory.mktemp("installed")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--target", str(where / "site")]
-        if find_spec("setuptools") is not None:  # else pip fetches it to build with
+        if builds_wheels():
             command += ["--no-build-isolation", "--no-index"]
         for source in sources:  # copied: a build writes beside its sources
             command.append(shutil.copytree(source, where / source.name))
