@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 import octavo
 from octavo.core.entry.server.access import Access, ApiKey
 from octavo.core.entry.server.capabilities import capabilities
-from octavo.core.entry.server.chat import chat_completions, render
+from octavo.core.entry.server.chat import chat_completions, render_tokenize
 from octavo.core.entry.server.completions import completions
 from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request, for_status
 from octavo.core.entry.server.http import Answer, Call, Endpoint, error_headers
@@ -149,7 +149,7 @@ async def _tokenize(state: ServerState, call: Call) -> bytes:
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("prompt", "give either prompt or messages")
     if request.messages is not None:
-        ids = (await render(state, request)).token_ids
+        ids = (await render_tokenize(state, request)).token_ids
     else:
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = llm.get_tokenizer().encode(request.prompt or "", add_special_tokens=special)
