@@ -141,6 +141,12 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert "Traceback" not in started.stderr.read_text()
 
 
+@pytest.fixture(scope="session", name="launch_server")
+def _launch_server() -> Any:
+    """`launch`, for fixtures of other modules."""
+    return launch
+
+
 @pytest.fixture(scope="session", name="start_server")
 def _start_server() -> Any:
     """`start_server`, for fixtures of other modules."""

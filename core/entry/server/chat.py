@@ -18,7 +18,14 @@ from octavo.core.entry.server.logprobs import TokenNames, chat_logprobs, prompt_
 from octavo.core.entry.server.parts import Parts
 from octavo.core.entry.server.protocol import ChatRequest, TokenizeRequest
 from octavo.core.entry.server.state import ServerState
-from octavo.core.entry.server.tools import Reading, checked_tools, constrained, reading_of, tool_use
+from octavo.core.entry.server.tools import (
+    Reading,
+    checked_tools,
+    constrained,
+    reading_of,
+    told_tools,
+    tool_use,
+)
 from octavo.core.entry.tools.prompt import with_tools
 from octavo.core.types import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 
@@ -54,7 +61,7 @@ async def chat_completions(state: ServerState, call: Call) -> Answer:
 async def render_tokenize(state: ServerState, request: TokenizeRequest) -> Prompt:
     """A conversation to count or look at: its tools are told of, whatever can be called."""
     checked_tools(request.tools)
-    return await render(state, request, request.tools or None)
+    return await render(state, request, told_tools(request.tools or []) or None)
 
 
 async def render(

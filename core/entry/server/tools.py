@@ -77,11 +77,23 @@ def tool_use(request: ChatRequest, formats: Formats) -> ToolUse:
         )
     callable_ = tuple(tool for tool in tools if named in (None, tool.name))
     return ToolUse(
-        told=request.tools,
+        told=told_tools(request.tools or []),
         callable=callable_,
         forced=choice == "required" or named is not None,
         many=request.parallel_tool_calls is not False and named is None,
     )
+
+
+def told_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as templates get them: without what only the server has to know, or is null."""
+    known = ("name", "description", "parameters")
+    return [
+        {
+            "type": "function",
+            "function": {k: v for k in known if (v := tool["function"].get(k)) is not None},
+        }
+        for tool in tools
+    ]
 
 
 def checked_tools(value: Any) -> list[Tool]:

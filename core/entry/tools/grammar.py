@@ -53,8 +53,8 @@ def calls_grammar(
 
     Args:
         special: ids of special tokens by spelling, those of the markup at least.
-        lazy: any text may stand in front, between and behind, and there may be no call; needs a form
-            with a trigger. Tools that are not strict then take any arguments.
+        lazy: there may be no call, and any text in front; with `many` also between and behind. Needs
+            a form with a trigger. Tools that are not strict then take any arguments.
     """
     heads = {tool.name: form.head.replace("NAME", tool.name) for tool in tools}
     before, trigger = form.before, form.trigger if lazy else ""
@@ -89,7 +89,8 @@ def calls_grammar(
         rules.append(f"opening: TEXT {literal(trigger, special)}")
     else:
         rules.append(f"opening[lazy]: TEXT {literal(trigger, special)}")
-    return "\n".join([f"start: (opening calls){'*' if many else '?'} TEXT", *rules, ""])
+    start = "(opening calls)* TEXT" if many else "opening calls | TEXT"
+    return "\n".join([f"start: {start}", *rules, ""])
 
 
 def _python_arguments(number: int, tool: Tool) -> list[str]:
