@@ -25,6 +25,7 @@ from octavo.core.entry.server.metrics import Metrics
 from octavo.core.entry.server.openapi import document
 from octavo.core.entry.server.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.core.entry.server.state import ServerState
+from octavo.core.entry.server.tools import checked_tools
 
 _EXPOSED = ("x-request-id", "x-octavo-ignored", "retry-after")
 
@@ -148,6 +149,7 @@ async def _tokenize(state: ServerState, call: Call) -> bytes:
     state.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("prompt", "give either prompt or messages")
+    checked_tools(request.tools)
     if request.messages is not None:
         ids = (await render_tokenize(state, request)).token_ids
     else:
