@@ -20,7 +20,6 @@ from octavo.core.entry.server.protocol import ChatRequest, TokenizeRequest
 from octavo.core.entry.server.state import ServerState
 from octavo.core.entry.server.tools import (
     Reading,
-    checked_tools,
     constrained,
     reading_of,
     told_tools,
@@ -60,7 +59,6 @@ async def chat_completions(state: ServerState, call: Call) -> Answer:
 
 async def render_tokenize(state: ServerState, request: TokenizeRequest) -> Prompt:
     """A conversation to count or look at: its tools are told of, whatever can be called."""
-    checked_tools(request.tools)
     return await render(state, request, told_tools(request.tools or []) or None)
 
 
