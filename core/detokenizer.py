@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from octavo.core.loading.tokenizer import Tokenizer
 
@@ -19,6 +19,7 @@ class Detokenizer:
     than stands alone: a character begun there is finished here, and a sentencepiece output keeps
     the space it begins with. A handful of ids is enough.
     spaces_between_special_tokens: as in ``Tokenizer.decode``, without effect.
+    shown_special: special tokens that are text even with skip_special_tokens.
     """
 
     def __init__(
@@ -28,10 +29,14 @@ class Detokenizer:
         prompt_ids_tail: Sequence[int] = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        shown_special: Collection[int] = (),
     ) -> None:
         self._way: _ByteWay | _GenericWay
         kind = _GenericWay if tokenizer.decoder_kind == "generic" else _ByteWay
-        self._way = kind(tokenizer, prompt_ids_tail, skip_special_tokens)
+        skipped = tokenizer.special_ids.difference(shown_special)
+        self._way = kind(
+            tokenizer, prompt_ids_tail, skipped if skip_special_tokens else frozenset()
+        )
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain after these further ids; may be empty."""
@@ -45,9 +50,9 @@ class Detokenizer:
 class _ByteWay:
     """For decoders whose text is the tokens' bytes in a row: constant work per token."""
 
-    def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skip: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skip = tokenizer.special_ids if skip_special else frozenset()
+        self._skip = skip
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._strip = tokenizer.strips_leading_space and not tail
         self._decode(b"".join([self._token_bytes(i) for i in tail if i not in self._skip]))
@@ -77,9 +82,9 @@ class _GenericWay:
     text (dropping a space, joining word pieces) cancels out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skip: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._skip = skip
         self._ids = list(tail)
         self._first = len(tail)  # where the output begins
         self._prefix, self._read = 0, len(tail)
@@ -104,4 +109,5 @@ class _GenericWay:
         return rest
 
     def _text(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[start:end], self._skip_special)
+        ids = [i for i in self._ids[start:end] if i not in self._skip]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

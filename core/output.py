@@ -8,7 +8,7 @@ for `RequestOutputKind.CUMULATIVE`, whose callers ask for a copy of everything a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -72,7 +72,12 @@ class _Sample:
     )
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, prompt_ids: list[int], params: SamplingParams
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        shown_special: Collection[int],
     ) -> None:
         self.index = index
         self.detokenizer = (
@@ -81,6 +86,7 @@ class _Sample:
                 prompt_ids_tail=prompt_ids[-_PROMPT_TAIL:],
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
+                shown_special=shown_special,
             )
             if params.detokenize
             else None
@@ -210,13 +216,14 @@ class _Entry:
         ids: list[int],
         params: SamplingParams,
         tokenizer: Tokenizer,
+        shown_special: Collection[int],
     ) -> None:
         self.external_id = external_id
         self.prompt = prompt
         self.ids = ids
         self.params = params
         self.kind = params.output_kind
-        self.samples = [_Sample(i, tokenizer, ids, params) for i in range(params.n)]
+        self.samples = [_Sample(i, tokenizer, ids, params, shown_special) for i in range(params.n)]
         self.open = params.n
         self.prompt_logprobs: list[LogprobsAt | None] | None = None
         self.cached = 0
@@ -264,12 +271,19 @@ class OutputProcessor:
         params: SamplingParams,
         *,
         external_id: str | None = None,
+        shown_special: Collection[int] = (),
     ) -> None:
         """Expects updates for `request_id`. Outputs carry `external_id`, the caller's own name for
-        the request, which need not be unique."""
+        the request, which need not be unique. shown_special: special tokens that are text even with
+        `skip_special_tokens`."""
         assert request_id not in self._open
         self._open[request_id] = _Entry(
-            external_id or request_id, prompt, prompt_token_ids, params, self._tokenizer
+            external_id or request_id,
+            prompt,
+            prompt_token_ids,
+            params,
+            self._tokenizer,
+            shown_special,
         )
         self.num_unbegun += 1
         self.stats.on_received(params)

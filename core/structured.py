@@ -43,11 +43,31 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own form.
+    """The grammar in llguidance's own form, with what may stand in front or in its place.
 
     Raises:
         ParamError: it is too large, or no JSON where JSON is meant.
     """
+    text = _body(params)
+    if params.preamble is None and params.alternative is None:
+        return text
+    try:
+        grammars = json.loads(text)["grammars"]
+    except ValueError:  # plain Lark
+        grammars = [{"lark_grammar": text}]
+    grammars[0]["name"] = "body"
+    choice, first = "@body", ""
+    if params.alternative is not None:
+        choice = "@body | @alternative"
+        lark = _bounded(params.alternative, "alternative")
+        grammars.append({"name": "alternative", "lark_grammar": lark})
+    if params.preamble is not None:
+        first = "preamble "
+    top = f"start: {first}rest\nrest: {choice}\n{params.preamble or ''}"
+    return json.dumps({"grammars": [{"name": "top", "lark_grammar": top}, *grammars]})
+
+
+def _body(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
     options: JsonCompileOptions = {}

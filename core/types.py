@@ -99,6 +99,9 @@ class StructuredOutputsParams(
         grammar: a context-free grammar, in Lark's form or as llama.cpp writes EBNF.
         disable_any_whitespace: of JSON, no white space between its parts.
         whitespace_pattern: of JSON, a regular expression for what may stand between them.
+        preamble: rules in Lark's form of which `preamble` is text in front of it: what a reasoning
+            model thinks first.
+        alternative: a grammar in Lark's form that the text may follow instead: calls of tools.
 
     Raises:
         ParamError: none or several of them, or a value of a wrong type.
@@ -111,6 +114,8 @@ class StructuredOutputsParams(
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    preamble: str | None = None
+    alternative: str | None = None
 
     def __post_init__(self) -> None:
         name = "structured_outputs"
@@ -118,7 +123,7 @@ class StructuredOutputsParams(
         if len(given) != 1:
             have = f"got {', '.join(given)}" if given else "got none"
             raise ParamError(name, f"{name} needs one of {', '.join(STRUCTURED_KINDS)}; {have}")
-        for part in ("regex", "grammar", "whitespace_pattern"):
+        for part in ("regex", "grammar", "whitespace_pattern", "preamble", "alternative"):
             if (value := getattr(self, part)) is not None:
                 _typed(f"{name}.{part}", value, str, "text")
         if self.json is not None:

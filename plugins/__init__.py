@@ -26,6 +26,8 @@ from octavo.core.contract import (
     Transfer,
     WeightSpec,
 )
+from octavo.core.entry.reasoning import ReasoningParser
+from octavo.core.entry.tools.base import CallForm, Tool, ToolParser
 from octavo.core.instruments import Instruments, LinearPath, Peaks
 from octavo.core.quantization.base import Form, QuantizedTensor, Scheme
 from octavo.core.types import Batch
@@ -36,6 +38,7 @@ __all__ = [
     "API_VERSION",
     "Backend",
     "Batch",
+    "CallForm",
     "Capabilities",
     "Communicator",
     "Ctx",
@@ -58,9 +61,12 @@ __all__ = [
     "Probe",
     "Program",
     "QuantizedTensor",
+    "ReasoningParser",
     "SampleInputs",
     "Scheme",
     "StepOut",
+    "Tool",
+    "ToolParser",
     "Transfer",
     "WeightSpec",
     "hookimpl",

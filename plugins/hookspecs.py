@@ -44,6 +44,18 @@ def octavo_quantization_schemes() -> Mapping[str, str]:  # type: ignore[empty-bo
     "module:class" of an `octavo.plugins.Scheme`; imported when needed."""
 
 
+@hookspec
+def octavo_tool_parsers() -> Mapping[str, str]:  # type: ignore[empty-body]
+    """Parsers of calls of tools by name (of `--tool-call-parser`), as "module:class" of an
+    `octavo.plugins.ToolParser`; imported when needed."""
+
+
+@hookspec
+def octavo_reasoning_parsers() -> Mapping[str, str]:  # type: ignore[empty-body]
+    """Parsers of reasoning by name (of `--reasoning-parser`), as "module:class" of an
+    `octavo.plugins.ReasoningParser`; imported when needed."""
+
+
 @hookspec(firstresult=True)
 def octavo_model_source(model: str, revision: str | None, cache_dir: Path) -> ModelFiles | None:
     """Turns MODEL into local files, or returns None when it is not this plug-in's to find."""

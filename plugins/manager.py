@@ -207,6 +207,14 @@ class Plugins:
         """Quantisation schemes that plug-ins add, as "module:class"."""
         return self._classes("octavo_quantization_schemes")
 
+    def tool_parsers(self) -> dict[str, str]:
+        """Parsers of calls that plug-ins add, as "module:class"."""
+        return self._classes("octavo_tool_parsers")
+
+    def reasoning_parsers(self) -> dict[str, str]:
+        """Parsers of reasoning that plug-ins add, as "module:class"."""
+        return self._classes("octavo_reasoning_parsers")
+
     def _classes(self, hook: str) -> dict[str, str]:
         found: dict[str, str] = {}
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -289,11 +289,13 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        shown_special: Collection[int] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt, yielding what `sampling_params.output_kind` asks for.
 
         `request_id` is the caller's name for the request: outputs carry it and `abort` takes it; it
         need not be unique. Leaving the loop early, or cancelling the task, aborts the request.
+        shown_special: ids of special tokens that are text even with `skip_special_tokens`.
 
         Raises:
             ParamError: a prompt or parameter that cannot be used.
@@ -304,7 +306,7 @@ class AsyncLLM:
         if params.structured_outputs is not None:  # may take seconds: not on the event loop
             await asyncio.to_thread(check_grammar, params.structured_outputs)
         request = self.inputs.request(ready, params, priority=priority, cache_salt=cache_salt)
-        stream = self._submit(request, ready.text, request_id)
+        stream = self._submit(request, ready.text, request_id, shown_special)
         try:
             while True:
                 output = await stream.get()
@@ -315,7 +317,13 @@ class AsyncLLM:
             if self._streams.pop(request.id, None) is not None:
                 self._drop(request.id)
 
-    def _submit(self, request: Request, text: str | None, external_id: str | None) -> _Stream:
+    def _submit(
+        self,
+        request: Request,
+        text: str | None,
+        external_id: str | None,
+        shown_special: Collection[int],
+    ) -> _Stream:
         self.check_health()
         assert self._output is not None
         self._client.send(messages.Add(request))
@@ -328,6 +336,7 @@ class AsyncLLM:
             request.prompt_token_ids,
             request.params,
             external_id=external_id,
+            shown_special=shown_special,
         )
         return stream
 

@@ -191,10 +191,12 @@ class InputProcessor:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
         """Renders a conversation with the model's chat template (or the one given).
 
-        The template writes the special tokens, so none are added unless asked for.
+        The template writes the special tokens, so none are added unless asked for. tools: OpenAI's
+        tool definitions, for a template that tells of them.
 
         Raises:
             ParamError: no conversation, two exclusive options, or a template that refuses.
@@ -219,6 +221,7 @@ class InputProcessor:
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 **variables,
             )
         except ValueError as error:  # TemplateError among them

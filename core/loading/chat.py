@@ -23,6 +23,7 @@ MAX_RENDERED_CHARS = 16 << 20
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # A message's reasoning goes by these names; templates read one or another.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_CONTENT_IS_NONE = re.compile(r"content\b['\"\])]*\s+is\s+(not\s+)?none")
 _WIDTH = re.compile(r"%[-+ #0]*(\d+|\*)|%.*\.(\d{5,}|\*)", re.DOTALL)
 
 
@@ -53,6 +54,12 @@ def render(
     if not messages:
         raise ValueError("messages is empty: give at least one message")
     chat = [_message(message) for message in messages]
+    if continue_final_message and chat[-1].get("tool_calls"):
+        raise ValueError(
+            "continue_final_message is set, but the last message ends in tool_calls: it is complete"
+        )
+    for message in chat:
+        _shape_calls(message, template)
     if not handles_parts(template):
         for message in chat:
             if "content" in message:
@@ -82,6 +89,27 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
+
+
+def _shape_calls(message: dict[str, Any], template: str) -> None:
+    """Brings a message's calls into the shape that the template reads: most take arguments as data,
+    some print the text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return
+    if "content" not in message:
+        message["content"] = None if _CONTENT_IS_NONE.search(template) else ""
+    as_text = wants_argument_text(template)
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and not as_text:
+            try:
+                function["arguments"] = json.loads(arguments or "{}")
+            except ValueError:
+                raise ValueError(f"arguments of a call are no JSON: {arguments!r:.80}") from None
+        elif isinstance(arguments, dict) and as_text:
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -260,13 +288,9 @@ def _check_size(operator: str, left: Any, right: Any) -> None:
 @lru_cache(maxsize=32)
 def handles_parts(template: str) -> bool:
     """Whether a template loops over a message's content, so that it takes lists of parts."""
-    import jinja2
     from jinja2 import nodes
 
-    try:
-        tree = _environment().parse(template)
-    except jinja2.TemplateError as error:
-        raise TemplateError(f"the chat template is no valid jinja template: {error}") from error
+    tree = _parsed(template)
     aliases = {"content"}  # also what macros call it
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, set()):
@@ -279,8 +303,55 @@ def _is_content(node: Any, aliases: set[str]) -> bool:
 
     while isinstance(node, nodes.Filter):
         node = node.node
+    return _is_named(node, "content", aliases)
+
+
+@lru_cache(maxsize=32)
+def takes_tools(template: str) -> bool:
+    """Whether a template reads `tools`."""
+    from jinja2 import meta
+
+    return "tools" in meta.find_undeclared_variables(_parsed(template))
+
+
+@lru_cache(maxsize=32)
+def renders_calls(template: str) -> bool:
+    """Whether a template reads the calls of earlier messages."""
+    return "tool_calls" in template
+
+
+@lru_cache(maxsize=32)
+def wants_argument_text(template: str) -> bool:
+    """Whether a template prints a call's arguments as they are, so that they have to be text."""
+    from jinja2 import nodes
+
+    tree = _parsed(template)
+    aliases = {"arguments"}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and _is_named(assign.node, "arguments", set()):
+            aliases.add(assign.target.name)
+    printed: list[nodes.Node] = []
+    for node in tree.find_all((nodes.Output, nodes.Concat)):
+        printed += node.nodes
+    for node in tree.find_all(nodes.Add):
+        printed += [node.left, node.right]
+    return any(_is_named(node, "arguments", aliases) for node in printed)
+
+
+def _parsed(template: str) -> Any:
+    import jinja2
+
+    try:
+        return _environment().parse(template)
+    except jinja2.TemplateError as error:
+        raise TemplateError(f"the chat template is no valid jinja template: {error}") from error
+
+
+def _is_named(node: Any, name: str, aliases: set[str]) -> bool:
+    from jinja2 import nodes
+
     if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
+        return node.attr == name
     if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return isinstance(node.arg, nodes.Const) and node.arg.value == name
     return isinstance(node, nodes.Name) and node.name in aliases

@@ -141,10 +141,46 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert "Traceback" not in started.stderr.read_text()
 
 
+@pytest.fixture(scope="session", name="launch_server")
+def _launch_server() -> Any:
+    """`launch`, for fixtures of other modules."""
+    return launch
+
+
 @pytest.fixture(scope="session", name="start_server")
 def _start_server() -> Any:
     """`start_server`, for fixtures of other modules."""
     return start_server
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}{{ '\\n' }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: "
+    "{% if enable_thinking is defined %}{{ '<think>' if enable_thinking else '<think></think>' }}"
+    "{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The null engine behind a template that takes tools, in Hermes' form, and may open <think>."""
+    started = start_server(
+        tmp_path_factory.mktemp("tools"),
+        NULL_ENGINE_TEMPLATE=TOOL_TEMPLATE,
+        NULL_ENGINE_STEP_SECONDS="0.001",
+        NULL_ENGINE_OPTIONS='{"reasoning_parser": "qwen3"}',
+    )
+    started.wait_ready(60)
+    yield started
+    assert started.stop() == 0, started.stderr.read_text()
+    assert "Traceback" not in started.stderr.read_text()
+
+
+@pytest.fixture(scope="session")
+def tool_template() -> str:
+    return TOOL_TEMPLATE
 
 
 @pytest.fixture

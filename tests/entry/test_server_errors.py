@@ -92,7 +92,7 @@ def test_completions_name_the_field(http: httpx.Client, fields: Any, param: str)
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "nme": "y"}]}, "messages[0].nme"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -103,7 +103,7 @@ def test_completions_name_the_field(http: httpx.Client, fields: Any, param: str)
         ({"messages": USER, "top_logprobs": 3}, "top_logprobs"),
         ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"messages": USER, "logprobs": 3}, "logprobs"),
-        ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function"),
         ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
         ({"messages": USER, "audio": {"voice": "x"}}, "audio"),
         ({"messages": USER, "modalities": ["audio"]}, "modalities"),

@@ -45,7 +45,7 @@ def test_a_lenient_server_says_what_it_left_out(web: httpx.Client) -> None:
     for stream in (False, True):
         fields = {
             "temprature": 1,
-            "tools": [{"type": "function"}],
+            "web_search_options": {},
             "store": False,  # asks for nothing
             "stream": stream,
             "stream_options": {"include_usage": True, "include_obfuscation": True, "x": 1},
@@ -54,7 +54,7 @@ def test_a_lenient_server_says_what_it_left_out(web: httpx.Client) -> None:
             del fields["stream_options"]
         answer = web.post(CHAT, json={"messages": USER, **fields})
         assert answer.status_code == 200 and '"finish_reason":"stop"' in answer.text
-        ignored = "temprature,tools"
+        ignored = "temprature,web_search_options"
         if stream:
             ignored += ",stream_options.x,stream_options.include_obfuscation"
         assert answer.headers["x-octavo-ignored"] == ignored
@@ -98,7 +98,7 @@ def test_capabilities(web: httpx.Client) -> None:
     assert found["model"]["names"] == ["null"] and found["device"]["backend"] == "null"
     assert found["device"]["capabilities"] == {"dtypes": ["float32"], "seeded_sampling": True}
     assert found["limits"]["max_queue"] == 2 and found["limits"]["max_model_len"] == 4096
-    assert "temperature" in found["parameters"][CHAT] and "tools" not in found["parameters"][CHAT]
+    assert "temperature" in found["parameters"][CHAT] and "audio" not in found["parameters"][CHAT]
 
 
 def test_a_stalled_engine_turns_health_red_and_green_again(special: Any) -> None:

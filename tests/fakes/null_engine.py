@@ -1,7 +1,8 @@
 """An engine without a model, and a tokenizer of bytes: what the entry tests run against.
 
 Token i of a sample's output is byte i of a fixed sentence, or of what follows "say:" in the prompt;
-then EOS. So every expected text can be written down.
+then EOS. So every expected text can be written down. A line break is said by ␤. NULL_ENGINE_TEMPLATE in
+the environment is another chat template, NULL_ENGINE_SPECIAL has further special tokens.
 """
 
 from __future__ import annotations
@@ -49,12 +50,15 @@ def byte_tokenizer() -> Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    further = os.environ.get("NULL_ENGINE_SPECIAL", "").split()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", *further])
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", BOS)]
     )
     return Tokenizer(
-        backend, named={"bos_token": "<s>", "eos_token": "</s>"}, chat_template=TEMPLATE
+        backend,
+        named={"bos_token": "<s>", "eos_token": "</s>"},
+        chat_template=os.environ.get("NULL_ENGINE_TEMPLATE", TEMPLATE),
     )
 
 
@@ -68,8 +72,9 @@ class _Running:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.text = byte_tokenizer().decode(request.prompt_token_ids)
-        _, found, said = self.text.rpartition("say:")
-        self.script = _script(said.split("\n")[0] if found else None)
+        written = byte_tokenizer().decode(request.prompt_token_ids, skip_special_tokens=False)
+        _, found, said = written.rpartition("say:")
+        self.script = _script(said.split("\n")[0].replace("␤", "\n") if found else None)
         self.open = set(range(request.params.n))
         self.done = 0
         self.timings = Timings(queued=time.monotonic())
@@ -88,7 +93,7 @@ class NullEngine:
             weight_bytes=1,
             max_num_batched_tokens=512,
             max_model_len=config.max_model_len or 4096,
-            vocab_size=VOCAB,
+            vocab_size=byte_tokenizer().vocab_size,
             eos_token_ids=(EOS,),
             dtype="float32",
             device="null",
@@ -105,7 +110,7 @@ class NullEngine:
         self._pause = float(os.environ.get("NULL_ENGINE_STEP_SECONDS", "0"))
 
     def add(self, request: Request) -> None:
-        request.params.check_vocabulary(VOCAB)
+        request.params.check_vocabulary(self.info.vocab_size)
         if request.id in self._seen:
             raise AssertionError(f"id {request.id} was used before")
         self._seen.add(request.id)

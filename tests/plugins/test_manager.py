@@ -105,6 +105,8 @@ def test_one_bad_backend_leaves_its_siblings(
     [
         ("octavo_models", Plugins.models),
         ("octavo_quantization_schemes", Plugins.quantization_schemes),
+        ("octavo_tool_parsers", Plugins.tool_parsers),
+        ("octavo_reasoning_parsers", Plugins.reasoning_parsers),
     ],
 )
 def test_classes_of_a_broken_plugin_are_left_out(

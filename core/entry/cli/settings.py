@@ -148,6 +148,27 @@ SERVER = (
         False,
         "let requests bring their own chat template",
     ),
+    Setting(
+        "tool_call_parser",
+        "str",
+        "auto",
+        "how the model writes calls of tools: hermes, llama3, mistral, pythonic, deepseek, a plug-in's; "
+        "auto: as its chat template or vocabulary says; none",
+        metavar="NAME",
+    ),
+    Setting(
+        "fallback_tool_prompt",
+        "bool",
+        False,
+        "tell of tools in the system message when the model's chat template takes none",
+    ),
+    Setting(
+        "reasoning_parser",
+        "str",
+        "auto",
+        "how the model writes its reasoning: deepseek_r1, qwen3, a plug-in's; auto; none",
+        metavar="NAME",
+    ),
 )
 # Variables that are no settings: where the file is, and whether mistakes show a traceback.
 _OTHER_VARIABLES = ("config", "debug")

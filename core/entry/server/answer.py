@@ -22,6 +22,8 @@ class Usage:
         self._call = call
         self._prompts: dict[int, tuple[int, int]] = {}
         self._completion = 0
+        self.reasoning: dict[int, int] | None = None
+        """Tokens of each sample's reasoning, where reasoning is told apart."""
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         """Counts an output's new tokens (DELTA or FINAL_ONLY)."""
@@ -37,6 +39,10 @@ class Usage:
     def json(self) -> dict[str, Any]:
         """The API's `usage`."""
         prompt = sum(tokens for tokens, _ in self._prompts.values())
+        details: dict[str, Any] = {}
+        if self.reasoning is not None:
+            spent = sum(self.reasoning.values())
+            details["completion_tokens_details"] = {"reasoning_tokens": spent}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self._completion,
@@ -44,6 +50,7 @@ class Usage:
             "prompt_tokens_details": {
                 "cached_tokens": sum(cached for _, cached in self._prompts.values())
             },
+            **details,
         }
 
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 import octavo
 from octavo.core.entry.server.access import Access, ApiKey
 from octavo.core.entry.server.capabilities import capabilities
-from octavo.core.entry.server.chat import chat_completions, render
+from octavo.core.entry.server.chat import chat_completions, render_tokenize
 from octavo.core.entry.server.completions import completions
 from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request, for_status
 from octavo.core.entry.server.http import Answer, Call, Endpoint, error_headers
@@ -25,6 +25,7 @@ from octavo.core.entry.server.metrics import Metrics
 from octavo.core.entry.server.openapi import document
 from octavo.core.entry.server.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.core.entry.server.state import ServerState
+from octavo.core.entry.server.tools import checked_tools
 
 _EXPOSED = ("x-request-id", "x-octavo-ignored", "retry-after")
 
@@ -148,8 +149,9 @@ async def _tokenize(state: ServerState, call: Call) -> bytes:
     state.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("prompt", "give either prompt or messages")
+    checked_tools(request.tools)
     if request.messages is not None:
-        ids = (await render(state, request)).token_ids
+        ids = (await render_tokenize(state, request)).token_ids
     else:
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = llm.get_tokenizer().encode(request.prompt or "", add_special_tokens=special)

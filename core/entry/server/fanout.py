@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 
 from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.inputs import Prompt
@@ -20,11 +20,15 @@ async def run_all(
     *,
     priority: int,
     cache_salt: str | None,
+    shown_special: Collection[int] = (),
 ) -> Outputs:
     """(index of the prompt, output) as they come. One prompt's failure, or leaving the loop, ends
     all of them."""
     streams = [
-        llm.generate(prompt, params, priority=priority, cache_salt=cache_salt) for prompt in prompts
+        llm.generate(
+            prompt, params, priority=priority, cache_salt=cache_salt, shown_special=shown_special
+        )
+        for prompt in prompts
     ]
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as stream:

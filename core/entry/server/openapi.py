@@ -9,6 +9,7 @@ import msgspec
 
 import octavo
 from octavo.core.entry.server import protocol, schema
+from octavo.core.entry.server.tools import MAX_TOOLS
 from octavo.core.types import MAX_LOGPROBS
 
 _GENERATION_ERRORS = (400, 404, 413, 429, 500, 503)
@@ -78,14 +79,14 @@ _BOUNDS: dict[str, dict[str, Any]] = {
 def document() -> bytes:
     """The document, as JSON."""
     kinds = [kind for route in _ROUTES for kind in route[3:6] if kind is not None]
-    kinds = list(dict.fromkeys([*kinds, schema.Error, schema.Message]))
+    kinds = list(dict.fromkeys([*kinds, schema.Error, schema.Message, schema.Tool]))
     references, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
     reference = dict(zip(kinds, references, strict=True))
     for route in _ROUTES:
         if route[3] is not None:
-            _describe(components[route[3].__name__], reference[schema.Message])
+            _describe(components[route[3].__name__], reference)
     paths: dict[str, dict[str, Any]] = {}
     for path, method, *rest in _ROUTES:
         paths.setdefault(path, {})[method] = _operation(path, reference, *rest)
@@ -139,7 +140,7 @@ def _operation(
     return operation
 
 
-def _describe(component: dict[str, Any], message: Any) -> None:
+def _describe(component: dict[str, Any], reference: dict[Any, Any]) -> None:
     """Adds to a request's schema what its types cannot say."""
     properties: dict[str, Any] = component["properties"]
     for name, property_ in properties.items():
@@ -152,8 +153,12 @@ def _describe(component: dict[str, Any], message: Any) -> None:
                 option.update(_BOUNDS.get(name, {}))
     if "messages" in properties:
         required = "messages" in component.get("required", ())
-        messages: dict[str, Any] = {"type": "array", "items": message, "minItems": 1}
+        item = reference[schema.Message]
+        messages: dict[str, Any] = {"type": "array", "items": item, "minItems": 1}
         properties["messages"] = messages if required else {"anyOf": [messages, {"type": "null"}]}
+    if "tools" in properties:
+        tools = {"type": "array", "items": reference[schema.Tool], "maxItems": MAX_TOOLS}
+        properties["tools"] = {"anyOf": [tools, {"type": "null"}], "default": None}
     if "best_of" in properties:  # completions
         properties["prompt"] = _PROMPT
         component["required"] = [*component.get("required", ()), "prompt"]

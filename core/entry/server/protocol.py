@@ -28,7 +28,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logprob_token_ids": ([],),
@@ -36,7 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_embeds": (),
     "reasoning_effort": (),
@@ -47,8 +45,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -208,6 +204,10 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     metadata: Any = None
     prompt_cache_key: Any = None
@@ -219,17 +219,13 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     function_call: Any = None
     functions: Any = None
-    include_reasoning: Any = None
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
     modalities: Any = None
     moderation: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
     reasoning_effort: Any = None
     store: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -304,6 +300,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -19,6 +19,7 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.engine import ModelInfo
 from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.engine_spawn import DEFAULT_FACTORY, Spawned
+from octavo.core.entry.formats import check_names
 from octavo.core.entry.front import load_front
 from octavo.core.entry.server.app import build_app
 from octavo.core.entry.server.listen import Protocol, check_tls, leave, listen, listen_at
@@ -51,6 +52,9 @@ class ServerOptions:
     stall_seconds: float = 120.0
     shutdown_seconds: float = 5.0
     trust_request_chat_template: bool = False
+    tool_call_parser: str = "auto"
+    fallback_tool_prompt: bool = False
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         if self.max_queue is not None and self.max_queue < 1:
@@ -58,6 +62,7 @@ class ServerOptions:
         for name in ("stall_seconds", "shutdown_seconds"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_names(self.tool_call_parser, self.reasoning_parser)
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials needs allowed_origins by name, not *")
 
@@ -130,6 +135,9 @@ class _Life:
             lenient=options.lenient,
             stall_seconds=options.stall_seconds,
             trust_request_chat_template=options.trust_request_chat_template,
+            tool_call_parser=options.tool_call_parser,
+            fallback_tool_prompt=options.fallback_tool_prompt,
+            reasoning_parser=options.reasoning_parser,
         )
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
@@ -207,10 +215,17 @@ class _Life:
             address = f"{scheme}+unix://{options.uds}"
         else:
             address = f"{scheme}://{host}:{self._listener.getsockname()[1]}"
-        return banner(self._llm.info, self._state.names(), address, seconds)
+        notes = self._state.formats.notes
+        return banner(self._llm.info, self._state.names(), address, seconds, notes)
 
 
-def banner(info: ModelInfo, names: Sequence[str], address: str, seconds: float) -> str:
+def banner(
+    info: ModelInfo,
+    names: Sequence[str],
+    address: str,
+    seconds: float,
+    notes: Sequence[str] = (),
+) -> str:
     """What is printed when a server is ready: what runs where, and why, and how long it took."""
     held = info.num_kv_blocks * info.block_size
     phases = ", ".join(f"{name} {spent:.2f}" for name, spent in info.phases.items())
@@ -222,6 +237,6 @@ def banner(info: ModelInfo, names: Sequence[str], address: str, seconds: float) 
             f"  KV cache {info.num_kv_blocks} blocks of {info.block_size}: {held} tokens in {info.kv_dtype}, "
             f"up to {info.max_num_seqs} sequences at once",
             f"  start-up {seconds:.2f} s ({phases})",
-            *(f"  note     {note}" for note in info.notes),
+            *(f"  note     {note}" for note in (*info.notes, *notes)),
         )
     )

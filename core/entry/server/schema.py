@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
-Role = Literal["developer", "system", "user", "assistant"]
+Role = Literal["developer", "system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "abort"]
+ChatFinish = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -24,12 +25,45 @@ class TextPart(msgspec.Struct, kw_only=True):
     text: str
 
 
+class Function(msgspec.Struct, kw_only=True):
+    """A tool that is called. parameters: the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """arguments: the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(msgspec.Struct, kw_only=True):
-    """One turn of a conversation."""
+    """One turn of a conversation. tool_calls: an assistant's; tool_call_id: a tool's."""
 
     role: Role
     content: str | list[TextPart]
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
 
 # Answers.
@@ -57,6 +91,12 @@ class PromptTokensDetails(_Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(_Answer):
+    """reasoning_tokens: those of the reasoning, its tags included."""
+
+    reasoning_tokens: int
+
+
 class Usage(_Answer):
     """Tokens over all prompts and samples of the request."""
 
@@ -64,6 +104,7 @@ class Usage(_Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class RequestMetrics(_Answer):
@@ -149,11 +190,13 @@ class ChatLogprobs(_Answer):
 
 
 class ChatMessage(_Answer):
-    """The answer's text."""
+    """The answer."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(_Answer):
@@ -162,7 +205,7 @@ class ChatChoice(_Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
+    finish_reason: ChatFinish | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
@@ -181,11 +224,29 @@ class ChatCompletion(_Answer):
     prompt_token_ids: list[int] | None = None
 
 
+class CalledFunctionDelta(_Answer):
+    """The name comes with the first piece."""
+
+    arguments: str
+    name: str | None = None
+
+
+class ToolCallDelta(_Answer):
+    """A call, or further text of its arguments."""
+
+    index: int
+    function: CalledFunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
 class ChatDelta(_Answer):
     """What is new; empty with the finish reason."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(_Answer):
@@ -194,7 +255,7 @@ class ChatChunkChoice(_Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
+    finish_reason: ChatFinish | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None

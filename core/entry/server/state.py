@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.engine_client import EngineDeadError
+from octavo.core.entry.formats import AUTO, Formats, choose_formats
 from octavo.core.entry.server.errors import ApiError
 from octavo.core.entry.server.http import Call
 from octavo.core.entry.server.protocol import Body, decode, decode_lenient
@@ -20,7 +22,8 @@ class ServerState:
     api_keys: requests under /v1 and the tokenizer's must bring one of them. body_limit: bytes.
     max_queue: requests that may wait for their first token before more are told to come back.
     lenient: leave out parameters that cannot be honoured instead of refusing them. stall_seconds: how
-    long the engine may be at one step; 0: for ever.
+    long the engine may be at one step; 0: for ever. tool_call_parser, fallback_tool_prompt,
+    reasoning_parser: see `choose_formats`.
     """
 
     llm: AsyncLLM
@@ -29,12 +32,29 @@ class ServerState:
     allowed_origins: Sequence[str] = ()
     allow_credentials: bool = False
     trust_request_chat_template: bool = False
+    tool_call_parser: str = AUTO
+    fallback_tool_prompt: bool = False
+    reasoning_parser: str = AUTO
     body_limit: int = 32 << 20
     max_queue: int | None = None
     lenient: bool = False
     stall_seconds: float = 0.0
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def formats(self) -> Formats:
+        """How the model writes calls of tools and reasoning; asked for once the model is loaded.
+
+        Raises:
+            ConfigError: the options contradict the model.
+        """
+        return choose_formats(
+            self.llm.get_tokenizer(),
+            self.tool_call_parser,
+            self.reasoning_parser,
+            self.fallback_tool_prompt,
+        )
 
     def ready(self) -> AsyncLLM:
         """The engine, when it takes requests.
