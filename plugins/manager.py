@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -296,7 +297,8 @@ class Plugins:
             )
             raise ConfigError(
                 f"no backend takes --device {word!r}{nearest(word, words)}; "
-                f"device words here: auto, {', '.join(sorted(words))}{broken}"
+                f"device words here: auto, {', '.join(sorted(words))}. A backend's package must be "
+                f"installed for the Python that runs octavo: {sys.executable} -m pip install …{broken}"
             )
         backend = words[name][0].backend
         probe = safe_probe(backend)

@@ -175,10 +175,16 @@ def resolve_ops(
         choice: auto, none, or names of plug-ins with commas between, best first.
 
     Raises:
-        ConfigError: `choice` names a plug-in that replaces no op.
+        ConfigError: `choice` names a plug-in that replaces no op, or the backend's own cannot be loaded.
     """
     tried = [c for c in ordered(claims, choice) if c.override.backend == backend.name]
-    ops = backend.ops(device)
+    try:
+        ops = backend.ops(device)
+    except (ImportError, OSError) as error:  # its kernels or a driver's library are not there
+        raise ConfigError(
+            f"backend {backend.name!r} has no operations for {device!r}: {type(error).__name__}: {error} "
+            "(--debug shows where)"
+        ) from error
     # A backend may hand out one object again and again: earlier overrides must not pile up.
     base: type[Ops] = getattr(type(ops), "_octavo_base", type(ops))
     if type(ops) is not base:

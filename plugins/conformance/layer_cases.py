@@ -23,7 +23,7 @@ from octavo.plugins.conformance.case import (
     demand,
     within,
 )
-from octavo.plugins.conformance.subject import HEADS, Subject, get, rounded
+from octavo.plugins.conformance.subject import HEADS, Subject, get, given, rounded
 from octavo.plugins.conformance.tolerance import (
     FORM_TOLERANCE,
     QUANTIZED_TOLERANCE,
@@ -215,16 +215,18 @@ def norms(subject: Subject, dice: Dice, dtype: str, added: bool) -> Finding:
     bound = _tolerance(subject, dtype)
     if not added:
         out = subject.ops.rms_norm(subject.put(x, kind), weight, eps, offset=offset)
-        return within("rms_norm", distance(get(out), truth.rms_norm(x, values, eps, offset)), bound)
+        got = given("rms_norm", out, x.shape, kind)
+        return within("rms_norm", distance(got, truth.rms_norm(x, values, eps, offset)), bound)
     residual = rounded(dice.standard_normal((rows, size)), kind)
     normed, total = subject.ops.add_rms_norm(
         subject.put(x, kind), subject.put(residual, kind), weight, eps, offset=offset
     )
     # The sum is rounded before it is normed, or after: both are in use.
     exact = truth.rms_norm(x + residual, values, eps, offset)
-    error = distance(get(total), x + residual)
+    error = distance(given("add_rms_norm's sum", total, x.shape, kind), x + residual)
     within("the sum of add_rms_norm", error, bound)
-    return within("add_rms_norm", max(error, distance(get(normed), exact)), bound)
+    got = given("add_rms_norm", normed, x.shape, kind)
+    return within("add_rms_norm", max(error, distance(got, exact)), bound)
 
 
 def rotates(subject: Subject, dice: Dice, dtype: str, interleaved: bool) -> Finding:
@@ -253,7 +255,8 @@ def rotates(subject: Subject, dice: Dice, dtype: str, interleaved: bool) -> Find
     error = 0.0
     for mine, first, last in ((got[0], 0, heads[0]), (got[1], heads[0], sum(heads))):
         exact = truth.rotary(both[:real, first:last], table, positions, interleaved)
-        error = max(error, distance(get(mine[:real]), exact))
+        numbers = given("rotary", mine, (rows, last - first, size), kind)
+        error = max(error, distance(numbers[:real], exact))
     return within(f"rotary of {turned} of {size}", error, _tolerance(subject, dtype))
 
 
@@ -263,7 +266,8 @@ def activates(subject: Subject, dice: Dice, dtype: str, kind: str) -> Finding:
     dt = subject.activation(dtype)
     x = rounded(dice.standard_normal((rows, 2 * half)) * 3, dt)
     out = subject.ops.act_and_mul(subject.put(x, dt), kind)  # type: ignore[arg-type]
-    error = distance(get(out), truth.act_and_mul(x, kind))
+    got = given(f"act_and_mul {kind}", out, (rows, half), dt)
+    error = distance(got, truth.act_and_mul(x, kind))
     return within(f"act_and_mul {kind}", error, _tolerance(subject, dtype))
 
 

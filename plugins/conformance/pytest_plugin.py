@@ -72,6 +72,9 @@ class Checks(pytest.Collector):
 
     def collect(self) -> Iterator[pytest.Item]:
         """An item for each case that was asked for."""
+        from octavo.core.config import prepare_thread_environment
+
+        prepare_thread_environment()  # where nothing has imported torch yet
         from octavo.plugins.conformance.run import chosen, resolve
         from octavo.plugins.conformance.subject import Subject
 

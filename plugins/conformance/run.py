@@ -11,7 +11,7 @@ from importlib import import_module
 import octavo
 from octavo.core.config import ConfigError
 from octavo.core.contract import API_VERSION
-from octavo.plugins import Backend
+from octavo.plugins import Backend, Ops
 from octavo.plugins.conformance import scorecard
 from octavo.plugins.conformance.case import Case
 from octavo.plugins.conformance.scorecard import Result, Scorecard
@@ -26,6 +26,12 @@ PARTS = (
     "sample_cases",
     "engine_cases",
 )
+
+METHODS = {
+    "export_import_blocks": ("export_blocks", "import_blocks"),
+    "store_packed": ("packed_key", "store_packed", "load_packed"),
+}
+"""The methods behind a row of the scorecard that has another name than its method."""
 
 Tell = Callable[[Result, int], None]
 """Told of each result as it comes, and of how many cases there are."""
@@ -137,6 +143,14 @@ def run_case(subject: Subject, case: Case) -> Result:
     return case.run(subject)
 
 
+def body_of(ops: Ops, row: str) -> str:
+    """Whose body runs an op that `Capabilities.ops` does not tell: "portable", or the class that has its own."""
+    names = METHODS.get(row, (row,))
+    kind = type(ops)
+    own = any(getattr(kind, n, None) is not getattr(Ops, n, None) for n in names)
+    return kind.__name__ if own else "portable"
+
+
 def summarised(
     subject: Subject, results: Sequence[Result], seconds: float, *, full: bool, speed: bool
 ) -> Scorecard:
@@ -152,8 +166,7 @@ def summarised(
         except ValueError:
             executions[op] = scorecard.execution_of({}, op)
     everything = subject.runs.get("every op", "")
-    kind = type(subject.ops)
-    runs = {op: subject.runs.get(op) or everything or kind.__name__ for op in ops}
+    runs = {op: subject.runs.get(op) or everything or body_of(subject.ops, op) for op in ops}
     wanted = [(r.op, r.dtype) for r in results if r.group == "op" and r.state == "passed"]
     rows = scorecard.gathered(
         results,

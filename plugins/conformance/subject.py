@@ -25,7 +25,7 @@ from octavo.plugins import (
     Probe,
     WeightSpec,
 )
-from octavo.plugins.conformance.case import Case, Dice, Finding
+from octavo.plugins.conformance.case import Case, Dice, Finding, demand
 from octavo.plugins.conformance.truth import Array
 from octavo.plugins.manager import plugins
 
@@ -196,6 +196,17 @@ def get(tensor: torch.Tensor) -> Array:
     """A tensor's numbers on the host, float64."""
     result: Array = tensor.detach().cpu().double().numpy()
     return result
+
+
+def given(what: str, result: Any, shape: Sequence[int], dtype: torch.dtype) -> Array:
+    """A result's numbers. Raises Failed unless it is a tensor of this shape and dtype: the engine hands it to
+    the next op as it is, where another dtype fails far from its cause.
+    """
+    demand(isinstance(result, torch.Tensor), f"{what} gave {type(result).__name__}, not a tensor")
+    wanted = f"{tuple(shape)} of {str(dtype).removeprefix('torch.')}"
+    got = f"{tuple(result.shape)} of {str(result.dtype).removeprefix('torch.')}"
+    demand(got == wanted, f"{what} gave {got}; it must give {wanted}")
+    return get(result)
 
 
 def rounded(values: Array, dtype: torch.dtype) -> Array:

@@ -212,6 +212,20 @@ class OneGelu(Ops):
         return super().act_and_mul(x, "gelu_tanh" if kind == "gelu" else kind)
 
 
+class ActivatesInDouble(Ops):
+    """The numbers are right, and not in x's dtype."""
+
+    def act_and_mul(self, x: Any, kind: Any) -> Any:
+        return super().act_and_mul(x, kind).double()
+
+
+class ActivatesNothing(Ops):
+    """Nothing comes back."""
+
+    def act_and_mul(self, x: Any, kind: Any) -> Any:
+        super().act_and_mul(x, kind)
+
+
 class DrawsAnew(Ops):
     """Draws by torch's own dice."""
 

@@ -249,6 +249,18 @@ def test_a_backend_that_hands_out_one_object_collects_no_overrides(point: Point)
     assert type(plain) is ChipOps and runs(plain) == -1
 
 
+class NoKernels(Chip):
+    def ops(self, device: str) -> Ops:
+        raise ImportError("chip was installed without its kernels")
+
+
+def test_operations_that_cannot_be_loaded_are_one_line(point: Point) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'chip' has no operations for 'chip': ImportError: chip was"
+    ):
+        claims(point).resolved_ops(NoKernels(), "chip")
+
+
 def test_an_override_may_call_what_it_replaces(point: Point) -> None:
     """Through the ops it was given, at any time: they never lead back to it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 from octavo.core.config import ConfigError
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     for written in write(name, folder):
         print(written)
     print(
-        f"\nnext:\n  pip install --no-deps -e {folder}\n  octavo backend check {name}\n"
+        f"\nnext:\n  {sys.executable} -m pip install --no-deps -e {folder}\n  octavo backend check {name}\n"
         f"  octavo generate --device {name} --prompt 'Hello' --max-tokens 8"
     )
 

@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
-from octavo.plugins.conformance.run import check, resolve
 from octavo.plugins.manager import plugins
 
 
@@ -20,6 +20,9 @@ def test_importing_it_imports_no_torch() -> None:
 
 
 def test_it_keeps_the_contract() -> None:
-    found = resolve("mychip")
-    card = check(found.backend, found.device, speed=False)
-    assert card.passed, [(row.detail, row.command) for row in card.failed]
+    # As a command, which sets up its threads before it imports torch; a test run that has imported
+    # torch already may be ten times slower beside busy neighbours.
+    octavo = Path(sys.executable).with_name("octavo")
+    command = [str(octavo), "backend", "check", "mychip"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

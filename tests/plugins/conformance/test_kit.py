@@ -3,6 +3,8 @@ other. The whole kit over the built-in backends is a lane of its own."""
 
 from __future__ import annotations
 
+import re
+
 import broken_backends
 import pytest
 from broken_backends import Awkward, CompiledOnly, with_ops
@@ -65,6 +67,9 @@ BROKEN: dict[str, set[str]] = {
     "NormsWithoutTheSum": {"add_rms_norm"},
     "TurnsHalves": {"rotary/interleaved"},
     "OneGelu": {"act_and_mul/gelu"},
+    "ActivatesInDouble": {f"act_and_mul/{k}" for k in ("silu", "gelu", "gelu_tanh")},
+    "ActivatesNothing": {f"act_and_mul/{k}" for k in ("silu", "gelu", "gelu_tanh")}
+    | {"linear/gated"},
     "DrawsAnew": {f"sample/{a}" for a in ("plain", "top_k", "top_p", "min_p", "together")},
     "DrawsAlways": {"sample/greedy"},
     "ForgetsTopP": {"sample/top_p", "sample/together"},
@@ -79,6 +84,31 @@ def test_an_op_that_is_wrong_is_named(name: str) -> None:
     ops = {found.partition("/")[0] for found in BROKEN[name]}
     found = results(with_ops(name), "op", *ops - {"paged_attention"})
     assert failing(found) == BROKEN[name], {r.id: r.detail for r in found if r.state == "failed"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "ActivatesInDouble",
+            r"silu gave \(\d+, \d+\) of float64; it must give \(\d+, \d+\) of float32",
+        ),
+        ("ActivatesNothing", "silu gave NoneType, not a tensor"),
+    ],
+)
+def test_a_result_of_another_kind_is_told(name: str, words: str) -> None:
+    card = check(with_ops(name), "sound", only="act_and_mul/float32/silu/0", speed=False)
+    assert re.search(words, card.failed[0].detail), card.failed
+
+
+def test_bodies_that_nobody_overrode_are_portable() -> None:
+    card = check(with_ops("DropsBias"), "sound", only="*/float32/*/0", speed=False)
+    runs = {row.op: row.runs for row in card.rows if row.group == "op"}
+    assert runs.pop("linear") == "DropsBias"
+    assert set(runs.values()) == {"portable"}
+    exports = with_ops("ImportsNextDoor")
+    card = check(exports, "sound", only="export_import_blocks/*", speed=False)
+    assert {row.runs for row in card.rows} == {"ImportsNextDoor"}
 
 
 CONTRACT: dict[str, set[str]] = {
