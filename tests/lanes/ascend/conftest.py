@@ -41,6 +41,7 @@ class StandInAscend(AscendBackend):
 
     dtypes = ("bfloat16", "float32")
     executed_on = "stand-in: CPU bodies behind torch-npu's own schemas; no chip was involved"
+    execution = "stand-in"
 
     def probe(self) -> Probe:
         return Probe(devices=("npu",), details={"stand-in": self.executed_on})
