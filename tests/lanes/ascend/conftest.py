@@ -72,6 +72,12 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
+def backend(npu: Any) -> StandInAscend:
+    """The stand-in by itself."""
+    return StandInAscend()
+
+
+@pytest.fixture
 def devices(npu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine finds the stand-in as `npu`, and the reference."""
     plugin = types.ModuleType("ascend_standin_plugin")
