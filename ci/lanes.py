@@ -160,7 +160,7 @@ LANES: tuple[Lane, ...] = (
             Step("pytest tests/lanes/triton --scorecards {out}"),
             Step("python ci/triton_aot.py --quick", r"(\d+) kernels for \d+ chips"),
         ),
-        minutes=10,
+        minutes=12,
         requirements="triton",
     ),
     Lane(

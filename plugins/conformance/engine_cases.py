@@ -106,6 +106,7 @@ class Trial:
     def options(self, **more: Any) -> dict[str, Any]:
         values = {"dtype": self.dtype, "kv_cache_dtype": self.kv_dtype, "block_size": self.block_size,
                   "num_kv_blocks": 64, "max_model_len": 3 * self.block_size + 200,
+                  "max_num_seqs": self.subject.size(8, 4),
                   # Every prompt whole, and no larger shapes to run at the start than that takes.
                   "max_num_batched_tokens": max(256, 2 * self.block_size + 64)}  # fmt: skip
         return {**values, **more}
@@ -186,9 +187,9 @@ def plainest(subject: Subject) -> tuple[str, str]:
 
 def chunks(t: Trial, dice: Dice) -> str:
     """Prompts in chunks beside decoding neighbours, some with log-probabilities of every position."""
-    longest = t.subject.size(90, 50)
+    longest, most = t.subject.size(90, 40), t.subject.size(12, 6)
     requests = [
-        ask(f"r{i}", tiny.prompt(dice, int(dice.integers(1, longest))), int(dice.integers(3, 12)))
+        ask(f"r{i}", tiny.prompt(dice, int(dice.integers(1, longest))), int(dice.integers(3, most)))
         for i in range(t.subject.size(6, 3))
     ]
     with t.engine(max_num_batched_tokens=32) as made:
@@ -232,9 +233,9 @@ def prefixes(t: Trial, dice: Dice) -> str:
 
 def forks(t: Trial, dice: Dice) -> str:
     """Several samples of a prompt share its blocks; who writes into a shared one gets a copy."""
+    count = t.subject.size(t.block_size // 2 + 4, 5)
     requests = [
-        ask(f"r{i}", tiny.prompt(dice, t.block_size + 3 + 2 * i), t.block_size // 2 + 4, n=3 - i)
-        for i in range(2)
+        ask(f"r{i}", tiny.prompt(dice, t.block_size + 3 + 2 * i), count, n=3 - i) for i in range(2)
     ]
     with t.engine() as made:
         found = Run().go(made, requests).tokens
