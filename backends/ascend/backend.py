@@ -48,7 +48,7 @@ OPS = {
     "rotary": "npu_rotary_mul",
     "act_and_mul": "npu_swiglu (gelu: torch)",
     "sample": "greedy: torch on the device; seeded: portable on the host",
-    "every other op": "torch on the device",
+    "every op": "torch on the device",
 }
 
 
@@ -61,6 +61,7 @@ class AscendBackend(Backend):
 
     dtypes: ClassVar[tuple[str, ...]] = ("bfloat16",)  # the attention has no float32
     executed_on = "this machine's Ascend"
+    execution = "device"
 
     def __init__(self) -> None:
         self._communicator: HcclCommunicator | None = None
@@ -90,6 +91,7 @@ class AscendBackend(Backend):
             ops=OPS,
             notes={
                 "executed on": self.executed_on,
+                "execution": self.execution,
                 "310P": "not offered: its cache has a fractal layout that this backend does not write",
             },
         )

@@ -48,7 +48,7 @@ OPS = {
     "add_rms_norm": "torch add, hpex FusedRMSNorm",
     "rotary": "hpex apply_rotary_pos_emb",
     "sample": "greedy: torch on the device; seeded: portable on the host",
-    "every other op": "torch on the device",
+    "every op": "torch on the device",
 }
 
 
@@ -100,6 +100,7 @@ class GaudiBackend(Backend):
             ops=OPS,
             notes={
                 "executed on": f"stand-in: {note}" if note else "this machine's Gaudi",
+                "execution": "stand-in" if note else "device",
                 "float32": "for checking; bfloat16 is what the chip is made for",
                 "prompts with cached tokens": "gathered blocks and a mask, in one FusedSDPA",
             },

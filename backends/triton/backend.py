@@ -150,9 +150,10 @@ class TritonBackend(Backend):
             swap=True,
             quantization=("int8", "int4"),
             batch_invariant=False,
-            ops=dict.fromkeys(KERNEL_OPS, how)
-            | {"linear": "torch", "embedding": "torch", "quantised linear": "portable torch"},
+            ops=dict.fromkeys(KERNEL_OPS, how) | {"every op": "torch"},
             notes={
+                "quantised products": "portable torch",
+                "execution": "interpreted" if self.interpret else "device",
                 "arch": arch if known else f"{arch}, with the tiles of {fallback_arch(arch)}",
                 "decode": "steps of one token per sequence run as graphs, captured at the start"
                 if not self.interpret

@@ -39,8 +39,8 @@ class ReasoningParser:
         opened: the prompt ends inside the reasoning.
     """
 
-    start: ClassVar[str] = "<think>"
-    stop: ClassVar[str] = "</think>"
+    start: ClassVar[str] = "<think>"  # the text that opens reasoning
+    stop: ClassVar[str] = "</think>"  # the text behind which the answer begins
     switches: ClassVar[tuple[str, ...]] = ("enable_thinking", "thinking")
     """Names in chat_template_kwargs that switch thinking off when they are false."""
 

@@ -105,7 +105,10 @@ class Trial:
 
     def options(self, **more: Any) -> dict[str, Any]:
         values = {"dtype": self.dtype, "kv_cache_dtype": self.kv_dtype, "block_size": self.block_size,
-                  "num_kv_blocks": 64, "max_model_len": 3 * self.block_size + 200}  # fmt: skip
+                  "num_kv_blocks": 64, "max_model_len": 3 * self.block_size + 200,
+                  "max_num_seqs": self.subject.size(8, 4),
+                  # Every prompt whole, and no larger shapes to run at the start than that takes.
+                  "max_num_batched_tokens": max(256, 2 * self.block_size + 64)}  # fmt: skip
         return {**values, **more}
 
     @contextmanager
@@ -160,9 +163,13 @@ def trial(subject: Subject, dice: Dice, model: str, numbers: tuple[str, str]) ->
     """A model in a folder that goes with the case."""
     size = tiny.head_size(subject.capabilities, bool(tiny.MODELS[model].get("odd")))
     with tempfile.TemporaryDirectory(prefix="octavo-conformance-") as folder:
-        tiny.write(Path(folder), model, size, dice)
+        tiny.write(Path(folder), model, size, dice, layers=subject.size(3, 2))
         sizes = [s for s in subject.capabilities.block_sizes if s <= 256]
-        block = int(dice.choice(sizes[:3])) if sizes else subject.capabilities.block_sizes[0]
+        block = (
+            int(dice.choice(sizes[: subject.size(3, 1)]))
+            if sizes
+            else subject.capabilities.block_sizes[0]
+        )
         yield Trial(subject, Path(folder), *numbers, block)
 
 
@@ -180,9 +187,10 @@ def plainest(subject: Subject) -> tuple[str, str]:
 
 def chunks(t: Trial, dice: Dice) -> str:
     """Prompts in chunks beside decoding neighbours, some with log-probabilities of every position."""
+    longest, most = t.subject.size(90, 40), t.subject.size(12, 6)
     requests = [
-        ask(f"r{i}", tiny.prompt(dice, int(dice.integers(1, 90))), int(dice.integers(3, 12)))
-        for i in range(6)
+        ask(f"r{i}", tiny.prompt(dice, int(dice.integers(1, longest))), int(dice.integers(3, most)))
+        for i in range(t.subject.size(6, 3))
     ]
     with t.engine(max_num_batched_tokens=32) as made:
         found = Run().go(made, requests).tokens
@@ -192,21 +200,24 @@ def chunks(t: Trial, dice: Dice) -> str:
 
 def tight_pool(t: Trial, dice: Dice) -> str:
     """More sequences than the pool holds: some are preempted and computed again."""
-    size = t.block_size
-    requests = [ask(f"r{i}", tiny.prompt(dice, size - 3 + i % 2), 8) for i in range(5)]
-    with t.engine(num_kv_blocks=6, max_model_len=2 * size, enable_prefix_caching=False) as made:
+    size, count = t.block_size, t.subject.size(5, 3)
+    requests = [ask(f"r{i}", tiny.prompt(dice, size - 3 + i % 2), 8) for i in range(count)]
+    with t.engine(
+        num_kv_blocks=count + 1, max_model_len=2 * size, enable_prefix_caching=False
+    ) as made:
         found = Run().go(made, requests).tokens
-        count = made.stats().preemptions
-    demand(count > 0, "no sequence was preempted, though the pool holds too few blocks for all")
+        preempted = made.stats().preemptions
+    demand(preempted > 0, "no sequence was preempted, though the pool holds too few blocks for all")
     t.compare(requests, found)
-    return f"{count} preemptions"
+    return f"{preempted} preemptions"
 
 
 def prefixes(t: Trial, dice: Dice) -> str:
     """Prompts that begin alike share the blocks of their beginning."""
     common = tiny.prompt(dice, 2 * t.block_size + 3)
     requests = [
-        ask(f"r{i}", common[: len(common) - i] + tiny.prompt(dice, 2 + i), 6) for i in range(4)
+        ask(f"r{i}", common[: len(common) - i] + tiny.prompt(dice, 2 + i), 6)
+        for i in range(t.subject.size(4, 3))
     ]
     with t.engine() as made:
         run = Run().go(made, requests[:1])
@@ -222,9 +233,9 @@ def prefixes(t: Trial, dice: Dice) -> str:
 
 def forks(t: Trial, dice: Dice) -> str:
     """Several samples of a prompt share its blocks; who writes into a shared one gets a copy."""
+    count = t.subject.size(t.block_size // 2 + 4, 5)
     requests = [
-        ask(f"r{i}", tiny.prompt(dice, t.block_size + 3 + 2 * i), t.block_size // 2 + 4, n=3 - i)
-        for i in range(2)
+        ask(f"r{i}", tiny.prompt(dice, t.block_size + 3 + 2 * i), count, n=3 - i) for i in range(2)
     ]
     with t.engine() as made:
         found = Run().go(made, requests).tokens
@@ -235,7 +246,8 @@ def forks(t: Trial, dice: Dice) -> str:
 
 def aborts(t: Trial, dice: Dice) -> str:
     """Requests that are taken back leave the others alone, and their blocks free."""
-    requests = [ask(f"r{i}", tiny.prompt(dice, 9 + 11 * i), 12) for i in range(5)]
+    count, each = t.subject.size(5, 4), t.subject.size(11, 5)
+    requests = [ask(f"r{i}", tiny.prompt(dice, 9 + each * i), 12) for i in range(count)]
     run = Run()
     with t.engine(max_num_batched_tokens=48) as made:
 
@@ -296,7 +308,8 @@ def declared(
 ) -> Finding:
     """The next token's log-probabilities in these numbers, near those of the portable ops in the same."""
     requests = [
-        ask(f"r{i}", tiny.prompt(dice, 1 + 5 * i), 1, logprobs=tiny.VOCAB) for i in range(12)
+        ask(f"r{i}", tiny.prompt(dice, 1 + 5 * i), 1, logprobs=tiny.VOCAB)
+        for i in range(subject.size(12, 5))
     ]
     floats = ("float32", "float16", "bfloat16")
     with trial(subject, dice, "grouped-heads", (dtype, kv_dtype)) as t:
@@ -385,7 +398,9 @@ def cases(subject: Subject, full: bool) -> list[Case]:
     for i, model in enumerate(tiny.MODELS):
         for j, scenario in enumerate(SCENARIOS):
             # Each model and each scenario twice or thrice; with --full each with each.
-            for _ in range(2 if full else 1 if (i + j) % 3 == 0 or not i else 0):
+            for _ in range(
+                2 if full else 1 if (i + j) % 3 == 0 or (not i and not subject.brief) else 0
+            ):
                 add(scenario, dtype, model, through, model, scenario, "")
     for other in [d for d in subject.dtypes if d != dtype]:
         add(

@@ -23,7 +23,7 @@ from octavo.plugins.conformance.case import (
     demand,
     within,
 )
-from octavo.plugins.conformance.subject import HEADS, Subject, get, given, rounded
+from octavo.plugins.conformance.subject import Subject, get, given, rounded
 from octavo.plugins.conformance.tolerance import (
     FORM_TOLERANCE,
     QUANTIZED_TOLERANCE,
@@ -42,7 +42,8 @@ def _tolerance(subject: Subject, dtype: str) -> float:
 
 def _rows(subject: Subject, dice: Dice, dtype: str) -> int:
     kv = subject.capabilities.kv_dtypes
-    return rows_of(subject.plan(dtype, dtype if dtype in kv else kv[0]), dice)
+    plan = subject.plan(dtype, dtype if dtype in kv else kv[0])
+    return rows_of(plan, dice, subject.size(64, 16))
 
 
 def _stacked(
@@ -233,7 +234,7 @@ def rotates(subject: Subject, dice: Dice, dtype: str, interleaved: bool) -> Find
     """rotary by the positions of a real batch, of whole heads and of their first part."""
     kind, heads, size = (
         subject.activation(dtype),
-        HEADS[int(dice.integers(len(HEADS)))],
+        subject.heads(dice),
         subject.head_size(dice),
     )
     kv = subject.capabilities.kv_dtypes

@@ -32,6 +32,8 @@ METHODS = {
     "store_packed": ("packed_key", "store_packed", "load_packed"),
 }
 """The methods behind a row of the scorecard that has another name than its method."""
+BRIEF = {"paged_attention": 2, "write_kv": 2}
+"""How many cases of a kind an interpreted device gets, where it is more than one."""
 
 Tell = Callable[[Result, int], None]
 """Told of each result as it comes, and of how many cases there are."""
@@ -39,11 +41,13 @@ Tell = Callable[[Result, int], None]
 
 def catalogue(subject: Subject, full: bool = False) -> list[Case]:
     """Every case for what the backend declares; --full has more of each. Case n of a row is the same in
-    both."""
+    both. Where the device's code is interpreted, there are fewer of each kind, and they are smaller."""
     found: list[Case] = []
     for part in PARTS:
         module = import_module(f"octavo.plugins.conformance.{part}")
         found += module.cases(subject, full)
+    if subject.brief and not full:
+        found = [c for c in found if c.group != "op" or c.number < BRIEF.get(c.op, 1)]
     return found
 
 

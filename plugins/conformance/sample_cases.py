@@ -85,18 +85,23 @@ def greedy(subject: Subject, dice: Dice) -> Finding:
 
 
 def seeded(subject: Subject, dice: Dice, aspect: str) -> Finding:
-    """Draws with top-k, top-p and min-p: the tokens that (seed, counter, vocabulary id) fix."""
-    rows, vocab = 16, int(dice.choice([64, 101, 997]))
+    """Draws with top-k, top-p and min-p: the tokens that (seed, counter, vocabulary id) fix. Of tokens that
+    tie with the last one kept, top-k keeps all, top-p those with the lowest ids."""
+    rows, vocab = subject.size(16, 6), int(dice.choice([64, 101, 997]))
     logits = _logits(dice, rows, vocab)
+    temperatures = [0.3, 1.0, 1.7]
+    if aspect == "ties":  # of halves, which these temperatures leave as equal as they were
+        logits, temperatures = np.round(logits) / 2, [0.5, 1.0, 2.0]
     values: dict[str, Any] = {
-        "temperature": dice.choice([0.3, 1.0, 1.7], rows).astype(np.float32),
+        "temperature": dice.choice(temperatures, rows).astype(np.float32),
         "seed": dice.integers(-(2**62), 2**62, rows),
         "counter": dice.integers(0, 5000, rows),
     }
     options: dict[str, list[float]] = {
         "top_k": [1, 5, 50, 2 * vocab], "top_p": [0.1, 0.5, 0.9], "min_p": [0.02, 0.2],
     }  # fmt: skip
-    wanted = ("top_k", "top_p", "min_p") if aspect == "together" else (aspect,)
+    several = {"together": ("top_k", "top_p", "min_p"), "ties": ("top_k", "top_p")}
+    wanted = several.get(aspect, (aspect,))
     for name in wanted:
         if name in options:
             kind = np.int32 if name == "top_k" else np.float32
@@ -131,7 +136,7 @@ def _check_draw(row: Array, values: dict[str, Any], token: int, exact: bool) -> 
 
 def distribution(subject: Subject, dice: Dice) -> Finding:
     """Many draws from one row have its softmax: a chi-square test that fails once in a million."""
-    draws, vocab = 2048, 12
+    draws, vocab = subject.size(2048, 512), 12
     row = rounded(dice.standard_normal(vocab), torch.float32)
     got = np.array(
         _sample(
@@ -150,6 +155,41 @@ def distribution(subject: Subject, dice: Dice) -> Finding:
         free * (1 - 2 / (9 * free) + Z * math.sqrt(2 / (9 * free))) ** 3
     )  # Wilson and Hilferty 1931
     return within("chi-square of draws", chi, bound)
+
+
+def masks(subject: Subject, dice: Dice, aspect: str) -> Finding:
+    """mask_logits: of the named rows the tokens whose bit is 0 become minus infinity; all else stays, bit by
+    bit, and bits behind the vocabulary mean nothing."""
+    rows, vocab = _rows(subject, 12), int(dice.choice([5, 31, 33, 101, 997, 4099]))
+    if aspect == "whole-words":
+        vocab = int(dice.choice([32, 64, 4096]))
+    count = rows if aspect == "every-row" else int(dice.integers(1, rows + 1))
+    named = dice.permutation(rows)[:count]
+    words = dice.integers(0, 1 << 32, (count, -(-vocab // 32)), dtype=np.uint32)
+    if aspect == "blank":  # as a rule words are of one kind
+        words = np.where(dice.random(words.shape) < 0.5, np.uint32(0), np.uint32(0xFFFFFFFF))
+        words[0], words[-1] = 0, 0xFFFFFFFF
+    logits = _logits(dice, rows, vocab)
+    logits[dice.random(logits.shape) < 0.1] = -np.inf
+    logits[0, 0] = 0.0
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab]
+    exact = logits.copy()
+    exact[named] = np.where(allowed == 1, logits[named], -np.inf)
+    # The logits of a device of static shapes are changed on the host.
+    where = "cpu" if subject.capabilities.shapes == "static" else subject.torch_device
+    given = torch.from_numpy(logits).float().to(where)
+    subject.ops.mask_logits(
+        given,
+        torch.from_numpy(named.astype(np.int64)).to(where),
+        torch.from_numpy(words.view(np.int32)).to(where),
+    )
+    wrong = get(given) != exact
+    at = tuple(int(i) for i in np.argwhere(wrong)[0]) if wrong.any() else ()
+    demand(
+        not at,
+        f"row, token {at} of {rows} x {vocab} is wrong after masking rows {sorted(map(int, named))}",
+    )
+    return Finding()
 
 
 def logprobs(subject: Subject, dice: Dice) -> Finding:
@@ -173,11 +213,16 @@ def cases(subject: Subject, full: bool) -> list[Case]:
     """All cases of this file."""
     more = 4 if full else 1
     made = [Case("op", "sample", "float32", "greedy", i, greedy) for i in range(3 * more)]
-    for aspect in ("plain", "top_k", "top_p", "min_p", "together"):
+    for aspect in ("plain", "top_k", "top_p", "min_p", "together", "ties"):
         made += [
             Case("op", "sample", "float32", aspect, i, lambda s, d, a=aspect: seeded(s, d, a))  # type: ignore[misc]
             for i in range(2 * more)
         ]
     made += [Case("op", "sample", "float32", "chi-square", i, distribution) for i in range(more)]
+    made += [
+        Case("op", "mask_logits", "float32", aspect, i, lambda s, d, a=aspect: masks(s, d, a))  # type: ignore[misc]
+        for aspect in ("random", "every-row", "whole-words", "blank")
+        for i in range(2 * more)
+    ]
     made += [Case("op", "token_logprobs", "float32", "", i, logprobs) for i in range(4 * more)]
     return made

@@ -26,6 +26,7 @@ from octavo.plugins import (
     WeightSpec,
 )
 from octavo.plugins.conformance.case import Case, Dice, Finding, demand
+from octavo.plugins.conformance.scorecard import execution_of
 from octavo.plugins.conformance.truth import Array
 from octavo.plugins.manager import plugins
 
@@ -36,6 +37,9 @@ HEADS = ((4, 2), (4, 4), (6, 2), (8, 1), (9, 3), (5, 1), (12, 4), (16, 2), (7, 7
 """(query heads, KV heads)."""
 
 LIMITS = Limits(max_num_seqs=8, max_model_len=512, max_num_batched_tokens=256)
+
+BRIEF_LIMITS = Limits(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)
+"""Where the device's code is interpreted: each program takes milliseconds there."""
 
 
 class Portable(Backend):
@@ -67,10 +71,26 @@ class Subject:
         self.capabilities = backend.capabilities(device)
         self.torch_device = backend.torch_device(device)
         self._activations: dict[str, torch.dtype] = {}
-        backend.start(device, LIMITS)
+        self.limits = LIMITS if full or not self._interpreted() else BRIEF_LIMITS
+        backend.start(device, self.limits)
         replaced = plugins().resolved_ops(backend, device)
         self.ops = replaced.ops
         self.runs = replaced.told(self.capabilities.ops)  # op -> what runs it, as in an engine
+
+    def _interpreted(self) -> bool:
+        try:
+            return execution_of(self.capabilities.notes, "") == "interpreted"
+        except ValueError:  # a check of the contract has words for it
+            return False
+
+    @property
+    def brief(self) -> bool:
+        """Whether cases are to be few and small: the device's code is interpreted, and `full` was not asked."""
+        return self.limits is BRIEF_LIMITS
+
+    def size(self, usual: int, brief: int) -> int:
+        """How much of something: a smaller number where cases are to be small."""
+        return brief if self.brief else usual
 
     def execute(self, case: Case) -> Finding:
         """Runs a case's body as the engine runs a step: without autograd."""
@@ -103,16 +123,24 @@ class Subject:
         """One that is declared: as a rule one that models have."""
         low, high, step = self.capabilities.head_sizes
         usual = [s for s in HEAD_SIZES if not self.capabilities.refuses_head_size(s)]
+        if usual and self.brief:
+            return int(dice.choice([s for s in usual if s <= 80] or usual))
         if usual and dice.random() < 0.8:
             return int(dice.choice(usual))
         first = -(-low // step) * step
         choices = range(first, min(high, 256) + 1, step)
         return int(dice.choice(choices)) if choices else first
 
+    def heads(self, dice: Dice) -> tuple[int, int]:
+        """(query heads, KV heads)."""
+        return HEADS[int(dice.integers(self.size(len(HEADS), 4)))]
+
     def block_size(self, dice: Dice) -> int:
         """One that is declared: as a rule a small one, where a context has many blocks."""
         sizes = [s for s in self.capabilities.block_sizes if s <= 256]
         sizes = sizes or list(self.capabilities.block_sizes)
+        if self.brief:
+            return int(dice.choice(sizes[:2]))
         return int(dice.choice(sizes[:3] if dice.random() < 0.7 else sizes))
 
     def plan(
@@ -142,8 +170,8 @@ class Subject:
             kv=(KVSpec(tuple(range(layers)), kv_heads, head_size, head_size, kv_dtype),),
         )
         limits = dataclasses.replace(
-            LIMITS,
-            max_model_len=max(longest, LIMITS.max_model_len),
+            self.limits,
+            max_model_len=max(longest, self.limits.max_model_len),
             block_size=block_size,
             dtype=dtype,
             kv_dtype=kv_dtype,

@@ -100,10 +100,18 @@ Made by `python ci/make_support_matrix.py` from the scorecards in `docs/support/
 tells its own row as `support` in `GET /v1/capabilities`."""
 
 
+_ELSEWHERE = """**No device ran these: {names}.** Their rows say what a stand-in for the device or an interpreter of its
+code ran. Triton's kernels are besides compiled for every chip, and not executed there
+([backends/triton-kernels.md](backends/triton-kernels.md))."""
+
+
 def page(cards: Sequence[Scorecard]) -> str:
     """docs/support-matrix.md."""
     rows = [of_scorecard(card) for card in cards]
-    parts = [_INTRO, "## Backends", _backends(rows), "## Operations", _operations(cards)]
+    parts = [_INTRO, "## Backends", _backends(rows)]
+    if elsewhere := [f"`{r.backend}`" for r in rows if r.execution != "device"]:
+        parts.append(_ELSEWHERE.format(names=", ".join(elsewhere)))
+    parts += ["## Operations", _operations(cards)]
     parts += ["## Through the engine", _engine(cards)]
     words = "\n".join(f"- `{word}`: {text}" for word, text in EXECUTIONS.items())
     parts += ["## What the words mean", words]

@@ -50,7 +50,7 @@ def head_size(capabilities: Capabilities, odd: bool) -> int:
     raise NotOffered(f"no head size between powers of two is declared ({capabilities.head_sizes})")
 
 
-def write(folder: Path, name: str, size: int, dice: Dice) -> Path:
+def write(folder: Path, name: str, size: int, dice: Dice, layers: int = 3) -> Path:
     """A model's folder. Weights are large enough for greedy tokens to be certain in float32."""
     options = dict(MODELS[name])
     q_heads, kv_heads = options.pop("heads")
@@ -62,7 +62,7 @@ def write(folder: Path, name: str, size: int, dice: Dice) -> Path:
         "hidden_size": int(dice.choice([32, 48])),
         "head_dim": size,
         "intermediate_size": int(dice.choice([52, 64, 80])),
-        "num_hidden_layers": 3,
+        "num_hidden_layers": layers,
         "num_attention_heads": q_heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": POSITIONS,

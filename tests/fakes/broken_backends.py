@@ -176,6 +176,22 @@ class CompiledOnly(Sound):
         return replace(super().capabilities(device), notes=notes)
 
 
+class EightBitCache(Sound):
+    """Has a cache of 8-bit floats alone."""
+
+    ops_class = "KeepsEightBits"
+
+    def capabilities(self, device: str) -> Capabilities:
+        return replace(super().capabilities(device), kv_dtypes=("fp8",))
+
+
+class Interpreted(Sound):
+    """Right, where each program takes its time."""
+
+    def capabilities(self, device: str) -> Capabilities:
+        return replace(super().capabilities(device), notes={"execution": "interpreted"})
+
+
 class Awkward(Sound):
     """Right, in buckets, with handles that an operation consumes."""
 

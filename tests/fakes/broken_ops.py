@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from octavo.core import ops as portable
 from octavo.core.quantization.base import QuantizedTensor
 from octavo.plugins import Ops as Portable
 
@@ -28,6 +30,26 @@ class WritesOneSlotMore(Ops):
         return handle
 
 
+class ClearsNewBlocks(Ops):
+    """Right: what is cleared when a block's first slot is written belongs to no sequence."""
+
+    def cleared(self, slots: torch.Tensor, size: int) -> torch.Tensor:
+        return slots[slots % size == 0] // size
+
+    def write_kv(self, handle: Any, k: Any, v: Any, meta: Any, group: int = 0) -> Any:
+        slots = meta.slots[group]
+        for cache in handle:
+            cache[self.cleared(slots[slots >= 0], cache.shape[1])] = 0
+        return super().write_kv(handle, k, v, meta, group)
+
+
+class ClearsWrittenBlocks(ClearsNewBlocks):
+    """Every block that is written to is cleared before."""
+
+    def cleared(self, slots: torch.Tensor, size: int) -> torch.Tensor:
+        return slots // size
+
+
 class WritesPadding(Ops):
     """Slot -1 is the last slot, as indexing from the end has it."""
 
@@ -42,6 +64,25 @@ class IgnoresWindow(Ops):
 
     def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
         return super().paged_attention(q, handle, meta, **{**options, "window": 0})
+
+
+class KeepsEightBits(Ops):
+    """Right: its cache holds 8-bit floats, as values of float32."""
+
+    def kv_block_bytes(self, spec: Any, block_size: int) -> int:
+        return super().kv_block_bytes(replace(spec, dtype="float32"), block_size)
+
+    def alloc_kv(self, groups: Any, num_blocks: int, block_size: int) -> Any:
+        wide = [replace(spec, dtype="float32") for spec in groups]
+        return super().alloc_kv(wide, num_blocks, block_size)
+
+    def write_kv(self, handle: Any, k: Any, v: Any, meta: Any, group: int = 0) -> Any:
+        k, v = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v))
+        return super().write_kv(handle, k, v, meta, group)
+
+
+class KeepsEightBitsOfAll(KeepsEightBits, IgnoresWindow):
+    """Windows are ignored besides."""
 
 
 class IgnoresSoftcap(Ops):
@@ -248,6 +289,45 @@ class ForgetsTopP(Ops):
 
     def sample(self, logits: Any, rows: Any) -> Any:
         return super().sample(logits, replace(rows, top_p=torch.ones_like(rows.top_p)))
+
+
+class KeepsAllTies(Ops):
+    """top-p keeps all tokens that tie with the last one that it needs."""
+
+    def sample(self, logits: Any, rows: Any) -> Any:
+        logits = logits.clone()
+        options = [t.tolist() for t in (rows.top_k, rows.top_p, rows.temperature)]
+        for row, k, p, heat in zip(logits, *options, strict=True):
+            if heat > 0 and p < 1:
+                kept = portable.filter_row(row / heat, k, p, 0.0)
+                row[row < row[kept > -math.inf].min()] = -math.inf
+        return super().sample(logits, replace(rows, top_p=torch.ones_like(rows.top_p)))
+
+
+class MasksFirstRows(Ops):
+    """The first rows are masked, whichever are named."""
+
+    def mask_logits(self, logits: Any, rows: Any, words: Any) -> None:
+        super().mask_logits(logits, torch.arange(len(rows)), words)
+
+
+class MasksWholeWords(Ops):
+    """A last word that is not full is left out."""
+
+    def mask_logits(self, logits: Any, rows: Any, words: Any) -> None:
+        whole = logits.shape[1] // 32
+        part = logits[:, : 32 * whole].clone()
+        super().mask_logits(part, rows, words[:, :whole])
+        logits[:, : 32 * whole] = part
+
+
+class MasksFromTheLargestBit(Ops):
+    """Bit 31 of a word stands for its first token."""
+
+    def mask_logits(self, logits: Any, rows: Any, words: Any) -> None:
+        bits = words[:, :, None] >> torch.arange(31, -1, -1, dtype=torch.int32)
+        keep = (bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+        logits[rows] = logits[rows].masked_fill(~keep, -math.inf)
 
 
 class RanksFromZero(Ops):

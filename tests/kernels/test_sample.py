@@ -34,7 +34,8 @@ def uniform(seed: int, counter: int, vocab: int) -> np.ndarray:
 
 
 def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float):
-    """Which tokens pass the filters, by sorting, in float64; ties with the last are kept."""
+    """Which tokens pass the filters, by sorting, in float64. Of ties with the last, top-k keeps all, and top-p
+    those with the lowest ids."""
     x = logits.astype(np.float64)
     keep = x > -np.inf
     if 0 < top_k < len(x):
@@ -44,7 +45,7 @@ def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
         order = np.argsort(-x, kind="stable")
         mass = np.cumsum(weight[order])
         last = int(np.argmax(mass >= float(np.float32(top_p)) * weight.sum() * (1 - 1e-15)))
-        keep &= x >= x[order[last]]
+        keep[order[last + 1 :]] = False
     if min_p > 0:
         keep &= weight >= float(np.float32(min_p))
     return keep
@@ -133,6 +134,46 @@ def test_ties_masks_and_odd_values(isa: str) -> None:
         assert got[i] == twin(logits[i], **row), (i, row)
     assert got[6] == got[7] == -1
     assert got[8] == 17
+
+
+def test_of_ties_top_p_keeps_as_many_as_it_needs(isa: str) -> None:
+    """Those with the lowest ids, as the portable body does."""
+    rows, vocab = 400, 100
+    logits = torch.full((vocab,), -5.0)
+    logits[torch.arange(3, 93, 10)] = 1.0  # nine, of 0.084 each
+    logits[50] = 2.0
+    even = logits.expand(rows, vocab).contiguous()
+    seeds = list(range(rows))
+    weight = torch.softmax(logits.double(), 0)
+    for tied in (0, 1, 4, 8):
+        share = float(weight[50] + tied * weight[3])
+        for p, count in ((share - 1e-4, tied), (share + 1e-4, tied + 1)):
+            got = draw(even, top_p=[p] * rows, seed=seeds)
+            assert set(got) == {50, *range(3, 3 + 10 * count, 10)}, p
+    # A smaller floor of min-p leaves the choice to top-p; a larger one leaves no tie at all.
+    halves = {"top_p": [float(weight[50] + 4 * weight[3]) - 1e-4] * rows, "seed": seeds}
+    assert len(set(draw(even, **halves, min_p=[0.01] * rows))) == 5
+    assert set(draw(even, **halves, min_p=[0.9] * rows)) == {50}
+    # Top-k keeps all nine, top-p then some of them; all tokens alike, half of them stay.
+    assert set(draw(even, top_k=[4] * rows, seed=seeds)) == {50, *range(3, 93, 10)}
+    together = draw(even, top_k=[4] * rows, top_p=[0.5] * rows, seed=seeds)
+    assert set(together) == {50, 3, 13, 23, 33}
+    flat = draw(torch.zeros(rows, vocab), top_p=[0.05] * rows, seed=seeds)
+    assert set(flat) == {0, 1, 2, 3, 4, 5}  # 0.05 as float32 is a little more than 5 of 100
+
+
+def test_ties_are_chosen_as_the_portable_body_chooses(isa: str) -> None:
+    from octavo.core import ops
+    from octavo.core.contract import SampleInputs
+
+    rng = np.random.default_rng(9)
+    rows, vocab = 120, 257
+    logits = torch.from_numpy(np.round(rng.normal(size=(rows, vocab)) * 2) / 2).float()
+    settings = random_settings(rng, rows, vocab)
+    settings["seed"] = [s >> 1 for s in settings["seed"]]
+    kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    columns = [torch.tensor(v, dtype=k) for v, k in zip(settings.values(), kinds, strict=True)]
+    assert draw(logits, **settings) == ops.sample(logits, SampleInputs(*columns)).tolist()
 
 
 def test_greedy_takes_the_lowest_id(isa: str) -> None:

@@ -23,9 +23,11 @@ Reading = Generator[None, str, T]
 class Tool:
     """A function that the model may call. parameters: the JSON schema of its arguments, an object."""
 
-    name: str
+    name: str  # as the model writes it
     parameters: dict[str, Any]
-    strict: bool = False
+    strict: bool = (
+        False  # a call of it must follow its schema, also where the model is free to call
+    )
 
 
 @dataclass(frozen=True, slots=True)

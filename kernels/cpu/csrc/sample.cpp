@@ -6,7 +6,8 @@
 //
 // Nothing is sorted: filters become one threshold on the logit. A histogram over the distance from
 // the maximum finds the bin the threshold lies in, and a weighted quickselect finds it among the
-// few logits in there. Tokens whose logit ties with the threshold are all kept.
+// few logits in there. Of tokens whose logit ties with the threshold, top-k and min-p keep all, and
+// top-p as many as reach its share, those with the lowest ids.
 #include "vec.h"
 
 namespace OCTAVO_NS {
@@ -125,9 +126,10 @@ void swap(float *a, int64_t i, int64_t j) {
   a[j] = t;
 }
 
-// Largest t such that the weights of values >= t reach `need` (weight null: count them); *got is
-// their sum. If all together do not reach it, t is the smallest value. n > 0.
-float select(float *value, float *weight, int64_t n, double need, double *got) {
+// Largest t such that the weights of values >= t reach `need` (weight null: count them). If all
+// together do not reach it, t is the smallest value. n > 0. *spare: how many of the values equal to t
+// `need` can do without, one being left.
+float select(float *value, float *weight, int64_t n, double need, int64_t *spare) {
   double above = 0;
   for (uint32_t random = 1;;) {
     random = random * 1664525u + 1013904223u;
@@ -156,7 +158,9 @@ float select(float *value, float *weight, int64_t n, double need, double *got) {
     if (larger && above + mass_larger >= need) {
       n = larger;
     } else if (above + mass_larger + mass_equal >= need || end == n) {
-      *got = above + mass_larger + mass_equal;
+      const int64_t equal = equal_end - larger;
+      const double enough = __builtin_ceil((need - above - mass_larger) * double(equal) / mass_equal);
+      *spare = enough < double(equal) ? equal - (enough > 1 ? int64_t(enough) : 1) : 0;
       return pivot;
     } else {
       above += mass_larger + mass_equal;
@@ -167,9 +171,12 @@ float select(float *value, float *weight, int64_t n, double need, double *got) {
   }
 }
 
-// The smallest logit that passes top-k, top-p and min-p.
-float threshold(const Row &r, const Memory &m, int64_t top_k, float top_p, float min_p) {
+// The smallest logit that passes top-k, top-p and min-p; of the tokens that have it, the `spare` with
+// the highest ids do not.
+float threshold(const Row &r, const Memory &m, int64_t top_k, float top_p, float min_p,
+                int64_t *spare) {
   float floor = kNegInf;
+  *spare = 0;
   const bool use_p = top_p < 1;
   const bool use_k = top_k > 0 && top_k < r.vocab;
   if (use_p || use_k) fill_histogram(r, m, use_p);
@@ -181,8 +188,8 @@ float threshold(const Row &r, const Memory &m, int64_t top_k, float top_p, float
     while (b < kBins - 1 && above + m.count[b] < top_k) above += m.count[b++];
     const int64_t n = collect(r, m, b, kNegInf);
     if (n) {
-      double got;
-      floor = select(m.value, nullptr, n, double(top_k - above), &got);
+      int64_t ties;
+      floor = select(m.value, nullptr, n, double(top_k - above), &ties);
       last_bin = b;
       last_mass = 0;
       if (use_p)  // select() has moved the values, so weigh them again
@@ -200,8 +207,7 @@ float threshold(const Row &r, const Memory &m, int64_t top_k, float top_p, float
     while (b < last_bin && above + m.mass[b] < need) above += m.mass[b++];
     while (b > 0 && m.count[b] == 0) above -= m.mass[--b];
     const int64_t n = collect(r, m, b, floor);
-    double got;
-    if (n) floor = select(m.value, m.weight, n, need - above, &got);
+    if (n) floor = select(m.value, m.weight, n, need - above, spare);
   }
   if (min_p > 0) {
     // weight >= min_p, as a threshold on the logit: the smallest float32 not below it.
@@ -209,9 +215,16 @@ float threshold(const Row &r, const Memory &m, int64_t top_k, float top_p, float
     float f = float(limit);
     if (double(f) < limit) f = __builtin_nextafterf(f, __builtin_inff());
     if (f > r.top) f = r.top;
-    if (f > floor) floor = f;
+    if (f > floor) floor = f, *spare = 0;
   }
   return floor;
+}
+
+// The token before the last `spare` of those whose logit is `value`; there are more of them.
+int64_t last_of(const Row &r, float value, int64_t spare) {
+  int64_t i = r.vocab - 1;
+  while (r.logits[i] != value || spare-- > 0) --i;
+  return i;
 }
 
 uint64_t splitmix64(uint64_t x) {
@@ -237,17 +250,19 @@ OCTAVO_INLINE vf uniform(vu i, uint64_t key) {
 
 constexpr float kLargestNoise = 16.7f;  // -log(-log(1 - 2^-24)) = 16.64
 
-// argmax over logits >= floor of (logit - top) / T + noise; `start` is a token to begin with.
-int64_t draw(const Row &r, float floor, uint64_t key, int64_t start) {
+// argmax over logits >= floor of (logit - top) / T + noise; `start` is a token to begin with, and `last`
+// the highest that may have a logit of just `floor`.
+int64_t draw(const Row &r, float floor, int64_t last, uint64_t key, int64_t start) {
   const vf top = splat(r.top), scale = splat(r.scale);
   vf best = splat(kNegInf);
   vi where = splat_i(0);
   float bound = kNegInf;  // what (logit - top) / T must exceed to matter at all
   const auto visit = [&](vf v, int64_t i) {
     const vf x = (v - top) / scale;
-    const vi keep = (v >= floor) & (x > bound);
+    vi keep = (v >= floor) & (x > bound);
     if (!bits(keep)) return;
     const vi at = lanes() + int32_t(i);
+    keep &= (v > floor) | (at <= int32_t(last));
     const vf noise = -log_normal(-log_normal(uniform((vu)at, key)));
     const vf y = x + noise;
     const vi better = keep & (y > best);
@@ -296,10 +311,12 @@ int sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab, int64
       Row r = {logits + b * row_stride, vocab, 0, temperature ? temperature[b] : 1.0f};
       out[b] = argmax(r.logits, vocab, &r.top);
       if (out[b] < 0 || !(r.scale > 0) || r.top == __builtin_inff()) continue;
+      int64_t spare;
       const float floor = threshold(r, m, top_k ? top_k[b] : 0, top_p ? top_p[b] : 1.0f,
-                                    min_p ? min_p[b] : 0.0f);
+                                    min_p ? min_p[b] : 0.0f, &spare);
+      const int64_t last = spare ? last_of(r, floor, spare) : vocab;
       const uint64_t key = splitmix64((seed ? seed[b] : 0) ^ splitmix64(counter ? counter[b] : 0));
-      out[b] = draw(r, floor, key, out[b]);
+      out[b] = draw(r, floor, last, key, out[b]);
     }
   });
   return OCTAVO_OK;

@@ -41,6 +41,7 @@ class StandInAscend(AscendBackend):
 
     dtypes = ("bfloat16", "float32")
     executed_on = "stand-in: CPU bodies behind torch-npu's own schemas; no chip was involved"
+    execution = "stand-in"
 
     def probe(self) -> Probe:
         return Probe(devices=("npu",), details={"stand-in": self.executed_on})
@@ -68,6 +69,12 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(module, "graph", graphs.graph)
     bodies.calls.clear()
     yield bodies.calls
+
+
+@pytest.fixture
+def backend(npu: Any) -> StandInAscend:
+    """The stand-in by itself."""
+    return StandInAscend()
 
 
 @pytest.fixture

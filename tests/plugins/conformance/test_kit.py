@@ -41,6 +41,8 @@ ATTENTION = {
 BROKEN: dict[str, set[str]] = {
     "Ops": set(),
     "WritesOneSlotMore": {"write_kv/slots"},
+    "ClearsNewBlocks": set(),
+    "ClearsWrittenBlocks": {"write_kv/slots"} | ATTENTION,
     "WritesPadding": {"write_kv/slots", "write_kv/padding"},
     "IgnoresWindow": {"paged_attention/window"},
     "IgnoresSoftcap": {"paged_attention/softcap"},
@@ -70,9 +72,13 @@ BROKEN: dict[str, set[str]] = {
     "ActivatesInDouble": {f"act_and_mul/{k}" for k in ("silu", "gelu", "gelu_tanh")},
     "ActivatesNothing": {f"act_and_mul/{k}" for k in ("silu", "gelu", "gelu_tanh")}
     | {"linear/gated"},
-    "DrawsAnew": {f"sample/{a}" for a in ("plain", "top_k", "top_p", "min_p", "together")},
+    "DrawsAnew": {f"sample/{a}" for a in ("plain", "top_k", "top_p", "min_p", "together", "ties")},
     "DrawsAlways": {"sample/greedy"},
-    "ForgetsTopP": {"sample/top_p", "sample/together"},
+    "ForgetsTopP": {"sample/top_p", "sample/together", "sample/ties"},
+    "KeepsAllTies": {"sample/ties"},
+    "MasksFirstRows": {f"mask_logits/{a}" for a in ("random", "every-row", "whole-words", "blank")},
+    "MasksWholeWords": {f"mask_logits/{a}" for a in ("random", "every-row", "blank")},
+    "MasksFromTheLargestBit": {f"mask_logits/{a}" for a in ("random", "every-row", "whole-words")},
     "RanksFromZero": {"token_logprobs"},
     "LogprobsInTwos": {"token_logprobs"},
     "StoresTooMuch": {"store_packed"},
@@ -201,6 +207,35 @@ def test_what_was_only_compiled_is_not_said_to_have_run() -> None:
     assert (rows["linear"].state, rows["linear"].execution) == ("compiled", "compiled")
     assert (rows["rms_norm"].state, rows["rms_norm"].execution) == ("passed", "stand-in")
     assert card.execution == rows["rotary"].execution == "interpreted"
+
+
+def test_an_8_bit_cache_may_round_and_no_more() -> None:
+    backend = broken_backends.EightBitCache()
+    subject = Subject(backend, "sound")
+    cases = [c for c in catalogue(subject) if c.op in ("paged_attention", "write_kv")]
+    cases = [c for c in cases if c.aspect != "long"]
+    found = [run_case(subject, c) for c in cases]
+    assert not failing(found), [r for r in found if r.state == "failed"]
+    backend.ops_class = "KeepsEightBitsOfAll"
+    subject = Subject(backend, "sound")
+    assert failing([run_case(subject, c) for c in cases]) == {"paged_attention/window"}
+
+
+def test_an_interpreted_device_gets_fewer_and_smaller_checks_of_every_kind() -> None:
+    backend = broken_backends.Interpreted()
+    subject, usual = Subject(backend, "sound"), Subject(broken_backends.Sound(), "sound")
+    few, many = catalogue(subject), catalogue(usual)
+    assert {(c.op, c.dtype) for c in few} == {(c.op, c.dtype) for c in many}
+    assert {c.aspect for c in few} == {c.aspect for c in many}
+    assert len(few) < 0.6 * len(many)
+    assert subject.plan("float32", "float32").lanes[0].max_tokens == 64
+    full = Subject(backend, "sound", full=True)
+    assert len(catalogue(full, full=True)) == len(catalogue(usual, full=True))
+    assert full.plan("float32", "float32").lanes[0].max_tokens == 256
+    some = [c for c in few if c.dtype == "float32" and c.group != "contract"]
+    found = [run_case(subject, c) for c in some]
+    assert not failing(found), [r for r in found if r.state == "failed"]
+    assert {r.op for r in found if r.state != "passed"} == {"decoder_layer", "store_packed"}
 
 
 @pytest.mark.parametrize("word", ["cpu", "reference"])
