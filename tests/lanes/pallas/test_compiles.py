@@ -55,7 +55,7 @@ def test_attention(model: str, kind: Any, chip: str) -> None:
     assert made.kernels == 1
     cache = args[1][0]
     # The queries in tiles, and what comes out of them; never a copy of the cache.
-    assert made.temporary < cache[0] * cache[1] * cache[2] * cache[3] * 4 // 4
+    assert made.temporary < cache[0] * cache[1] * cache[2] * cache[3] * 4 // 2
 
 
 @pytest.mark.parametrize("chip", tpu_compile.CHIPS)
