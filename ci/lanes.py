@@ -177,7 +177,7 @@ LANES: tuple[Lane, ...] = (
         "pallas",
         "xla",
         "interpreted",
-        "The Pallas kernels in interpret mode, and compiled for TPU v4, v5e, v5p and v6e by libtpu",
+        "The Pallas kernels in interpret mode, and compiled for TPU v4, v5e, v5p and v6e by libtpu; so is the draw",
         (Step("pytest tests/lanes/pallas"),),
         minutes=3,
         requirements="pallas",
@@ -186,10 +186,11 @@ LANES: tuple[Lane, ...] = (
         "xla",
         "xla",
         "executed",
-        "The XLA backend on PJRT's CPU, kit included; its StableHLO compiled for TPU v4, v5e, v5p and v6e "
-        "(an environment of 7 GB)",
+        "The XLA backend on PJRT's CPU, kit included; its StableHLO, the draw's included, compiled for "
+        "TPU v4, v5e, v5p and v6e (an environment of 7 GB)",
         (
             Step("pytest tests/lanes/xla"),
+            Step("octavo backend check xla --device xla:cpu"),
             Step("python ci/xla_aot.py", r"(?m) (?:v4|v5e|v5p|v6e) .* (\d+) *$"),  # kernels
         ),
         minutes=20,

@@ -6,6 +6,7 @@ by itself: JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,61 @@ def compile_for(chip: str, text: str, partitions: int = 1) -> Compiled:
         stats.alias_size_in_bytes,
         program.count('custom_call_target="tpu_custom_call"'),
     )
+
+
+class Compiler:
+    """`compile_for` in a process of its own, which is ended where a compilation takes longer than `limit` seconds:
+    a compiler that hangs listens to nothing else."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there,), daemon=True)
+        self._process.start()
+        there.close()
+
+    def __call__(self, chip: str, text: str) -> Compiled:
+        """Raises:
+        TimeoutError: it took longer than `limit`.
+        RuntimeError: the compiler refused it, or ended its process.
+        """
+        try:
+            self._here.send((chip, text))
+            if not self._here.poll(self.limit):
+                raise TimeoutError(f"not compiled for {chip} after {self.limit:.0f} s")
+            found: Compiled | str = self._here.recv()
+        except (EOFError, OSError) as ended:
+            self.close()
+            code = self._process.exitcode
+            self._start()
+            if isinstance(ended, TimeoutError):
+                raise
+            raise RuntimeError(f"the compiler's process ended with code {code}") from ended
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.join()
+        self._here.close()
+
+
+def _serve(calls: Any) -> None:
+    while True:
+        try:
+            chip, text = calls.recv()
+        except EOFError:
+            return
+        try:
+            calls.send(compile_for(chip, text))
+        except Exception as error:  # of any kind: whoever asked is told
+            calls.send(f"{type(error).__name__}: {error}")
 
 
 def _device_list(devices: Sequence[Any]) -> Any:

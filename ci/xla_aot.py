@@ -3,7 +3,8 @@
 
 Writes the steps of a Llama with two layers as torch_xla would compile them on a TPU, Pallas kernels included
 (StableHLO; PJRT's CPU device stands in while they are written), and compiles each for every chip that
-libtpu describes. Prints a table, and exits with 1 if a step does not compile or lacks its kernels.
+libtpu describes. Prints a table, and exits with 1 if a step does not compile within a limit of time, or lacks its
+kernels.
 
     pip install -r ci/requirements/xla.txt && pip install --no-deps -C wheel.cmake=false -e .
     python ci/xla_aot.py
@@ -32,6 +33,8 @@ CONFIG: dict[str, Any] = {  # Llama 3.2 1B, but for layers and vocabulary
     "rms_norm_eps": 1e-5,
 }
 DRAW = "drawing tokens"
+WRITING = 900
+"""Seconds that all programs together may take to be written."""
 KERNELS = 2 * LAYERS  # a layer writes its keys and values, and attends
 
 
@@ -75,7 +78,7 @@ def write_steps(folder: Path, dtype: str) -> None:
 
 
 def write_draw(folder: Path, ops: Any) -> None:
-    """How tokens are drawn: 64-bit integers and floats, which a TPU has to make of smaller ones."""
+    """How tokens are drawn; only seeds and counters, a number for each row, have 64 bits."""
     import torch
 
     from octavo.backends.xla import bridge
@@ -96,15 +99,16 @@ def write_draw(folder: Path, ops: Any) -> None:
     (folder / f"{DRAW}, 32 rows.mlir").write_text(text)
 
 
-def compile_steps(folder: Path) -> int:
+def compile_steps(folder: Path, limit: float) -> int:
     import tpu_compile
 
     failed = 0
+    compiler = tpu_compile.Compiler(limit)
     print(f"{'step':<45} {'chip':<5} {'seconds':>7} {'code MB':>8} {'temporary MB':>13} kernels")
     for file in sorted(folder.glob("*.mlir")):
         for chip in tpu_compile.CHIPS:
             try:
-                made = tpu_compile.compile_for(chip, file.read_text())
+                made = compiler(chip, file.read_text())
             except Exception as error:  # every other step and chip is still worth knowing
                 failed += 1
                 print(f"{file.stem:<45} {chip:<5} FAILED: {str(error)[:300]}", flush=True)
@@ -117,6 +121,7 @@ def compile_steps(folder: Path) -> int:
                 f"{made.temporary / 1e6:>13.1f} {made.kernels}{wrong}",
                 flush=True,
             )
+    compiler.close()
     return failed
 
 
@@ -124,13 +129,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stage", choices=("write", "compile"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="keep the steps' StableHLO there")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=300,
+        help="seconds that a compilation may take, default %(default)s",
+    )
     args = parser.parse_args()
     if args.stage == "write":
         for dtype in ("bfloat16", "float32"):
             write_steps(args.folder, dtype)
         return 0
     if args.stage == "compile":
-        return 1 if compile_steps(args.folder) else 0
+        return 1 if compile_steps(args.folder, args.limit) else 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +158,16 @@ def main() -> int:
         }
         for stage, variables in environments.items():
             command = [sys.executable, __file__, "--stage", stage, "--folder", str(folder)]
-            if subprocess.run(command, env={**os.environ, **variables}).returncode:
+            command += ["--limit", str(args.limit)]
+            # What writes has a limit, too; what compiles keeps its own for each program.
+            patience = WRITING if stage == "write" else None
+            try:
+                if subprocess.run(
+                    command, env={**os.environ, **variables}, timeout=patience
+                ).returncode:
+                    return 1
+            except subprocess.TimeoutExpired:
+                print(f"FAILED: the steps were not written after {WRITING} s")
                 return 1
     return 0
 

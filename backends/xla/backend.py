@@ -104,6 +104,7 @@ class XlaBackend(Backend):
             notes={
                 "step": "one XLA program per bucket, all compiled at the start",
                 "ran on": "PJRT CPU; the kernels are compiled for TPU v4, v5e, v5p and v6e, never executed",
+                **({} if self.kind == "TPU" else {"execution": f"stand-in (PJRT {self.kind})"}),
             },
         )
 

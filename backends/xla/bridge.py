@@ -90,9 +90,14 @@ def forget() -> None:
     _XLAC._clear_pending_irs(str(torch_xla.device()))
 
 
+def run_noted() -> None:
+    """Starts whatever has been noted."""
+    torch_xla.sync()
+
+
 def settle() -> None:
     """Runs whatever has been noted, and waits for it."""
-    torch_xla.sync()
+    run_noted()
     xla_model.wait_device_ops()
 
 

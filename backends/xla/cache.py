@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class KV:
 
     @property
     def block_bytes(self) -> int:
-        return 4 * self.data[0].numel()
+        return 4 * math.prod(self.data.shape[1:])
 
 
 class BlockMoves:
@@ -50,7 +51,6 @@ class BlockMoves:
         self._kernel = kernel
         self._programs: dict[Any, bridge.Captured] = {}
 
-    @bridge.plain_tensors()
     def _run(
         self,
         name: str,
@@ -60,6 +60,7 @@ class BlockMoves:
     ) -> list[torch.Tensor]:
         """per_layer(cache, layer, extra) of every layer, with the caches used up unless `name` is "export"."""
         count = len(handles)
+        bridge.run_noted()  # in a program the caches are there; written op by op they are only noted
         uploaded = [bridge.upload(t) for t in extra]
         args = [*(h.data for h in handles), *uploaded]
         key = (name, *((tuple(h.data.shape), h.data.dtype) for h in handles))
@@ -74,6 +75,7 @@ class BlockMoves:
             args = [*(h.spend() for h in handles), *uploaded]
         return self._programs[key](args)
 
+    @bridge.plain_tensors()
     def copy(self, handles: list[KV], pairs: Sequence[tuple[int, int]]) -> list[KV]:
         """`Ops.copy_blocks`."""
         kernel = self._kernel(layout.copy_pages)
@@ -88,6 +90,7 @@ class BlockMoves:
             handles = [h.after(data) for h, data in zip(handles, after, strict=True)]
         return handles
 
+    @bridge.plain_tensors()
     def export(self, handles: list[KV], ids: Sequence[int]) -> torch.Tensor:
         """`Ops.export_blocks`."""
         kernel = self._kernel(layout.take_pages)
@@ -100,6 +103,7 @@ class BlockMoves:
             found.append(torch.cat(rows, dim=1))
         return torch.cat(found)
 
+    @bridge.plain_tensors()
     def put(self, src: torch.Tensor, handles: list[KV], ids: Sequence[int]) -> list[KV]:
         """`Ops.import_blocks`."""
         kernel = self._kernel(layout.put_pages)

@@ -44,6 +44,7 @@ class XlaOps(Ops):
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
         return 4 * math.prod(self._block_shape(spec, block_size))
 
+    @bridge.plain_tensors()
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[KV]:
         by_layer: dict[int, KV] = {}
         for spec in groups:
@@ -120,4 +121,4 @@ class XlaOps(Ops):
         return packed.to(self.device)
 
     def sample(self, logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
-        return sampling.sample(logits, rows)
+        return sampling.sample(logits, rows, self._kernel)

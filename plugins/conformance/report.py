@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.plugins.conformance.scorecard import EXECUTIONS, Row, Scorecard
+from octavo.plugins.conformance.scorecard import EXECUTIONS, Row, Scorecard, remark_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,9 +46,10 @@ def verdict(card: Scorecard) -> str:
     for state in ("not offered", "refused", "compiled"):
         if card.count(state):
             parts.append(f"{card.count(state)} {state}")
+    remark = remark_of(card.capabilities.get("notes", {}))
     return (
         f"{card.backend} on {card.device}: {', '.join(parts)} in {card.seconds:.0f} s; "
-        f"{EXECUTIONS[card.execution]}"
+        f"{EXECUTIONS[card.execution]}{f' ({remark})' if remark else ''}"
     )
 
 

@@ -120,7 +120,8 @@ def from_dict(data: Mapping[str, Any]) -> Scorecard:
 
 def execution_of(notes: Mapping[str, str], op: str) -> Execution:
     """Where an op was executed, by the note `execution`: one word for all ops, then exceptions, as in
-    `interpreted; rotary: compiled`. Without one: on the device.
+    `interpreted; rotary: compiled`. Without one: on the device. In parentheses behind a word a backend may name what
+    it ran on (`remark_of`).
 
     Raises:
         ValueError: a word that is none of `EXECUTIONS`.
@@ -129,12 +130,18 @@ def execution_of(notes: Mapping[str, str], op: str) -> Execution:
     for part in notes.get("execution", "device").split(";"):
         name, colon, word = part.strip().rpartition(":")
         if not colon or name.strip() == op:
-            found = word.strip()
+            found = word.partition("(")[0].strip()
     if found not in EXECUTIONS:
         raise ValueError(
             f"the capability note execution says {found!r} of {op}; it may say {', '.join(EXECUTIONS)}"
         )
     return found  # type: ignore[return-value]
+
+
+def remark_of(notes: Mapping[str, str]) -> str:
+    """What the note `execution` says in parentheses behind its first word: `PJRT CPU` of `stand-in (PJRT CPU)`."""
+    first = notes.get("execution", "").partition(";")[0]
+    return first.partition("(")[2].rpartition(")")[0].strip()
 
 
 def gathered(

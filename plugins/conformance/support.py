@@ -14,12 +14,14 @@ from octavo.plugins.conformance.scorecard import (
     Execution,
     Scorecard,
     execution_of,
+    remark_of,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SupportRow:
-    """A backend on a device. `executions` names the ops that were executed elsewhere than `execution`.
+    """A backend on a device. `executions` names the ops that were executed elsewhere than `execution`, and
+    `executed_on` what the backend calls that place.
 
     passed, failed, not_offered: rows of its scorecard; None where there is none.
     """
@@ -42,6 +44,7 @@ class SupportRow:
     failed: int | None = None
     not_offered: int | None = None
     version: str = ""
+    executed_on: str = ""
 
 
 def of_capabilities(backend: str, device: str, capabilities: Mapping[str, Any]) -> SupportRow:
@@ -70,6 +73,7 @@ def of_capabilities(backend: str, device: str, capabilities: Mapping[str, Any]) 
         execution=execution,
         executions=executions,
         ops=ops,
+        executed_on=remark_of(notes),
     )
 
 
@@ -131,7 +135,8 @@ def _backends(rows: Sequence[SupportRow]) -> str:
         [
             (
                 f"`{r.backend}`", f"`{r.device}`", ", ".join(r.dtypes), ", ".join(r.kv_dtypes),
-                ", ".join(r.quantization) or "none", r.block_sizes, r.head_sizes, r.shapes, r.execution,
+                ", ".join(r.quantization) or "none", r.block_sizes, r.head_sizes, r.shapes,
+                r.execution + (f" ({r.executed_on})" if r.executed_on else ""),
                 f"{r.passed} passed, {r.failed} failed",
             )
             for r in rows

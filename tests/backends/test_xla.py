@@ -7,14 +7,11 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-import torch
 
 from octavo.backends.xla import backend as xla
-from octavo.backends.xla import sampling
-from octavo.core import ops as portable
 from octavo.core.lanes import LaneSet
 from octavo.core.warm_up import example_batches
-from octavo.plugins import KVSpec, Limits, ModelShape, SampleInputs
+from octavo.plugins import KVSpec, Limits, ModelShape
 
 BACKENDS = (xla.XlaBackend(), xla.TpuBackend())
 
@@ -69,34 +66,3 @@ def test_plans_are_static(backend: xla.XlaBackend, seqs: int, tokens: int | None
 def test_an_asked_for_block_size_stands() -> None:
     limits = Limits(max_num_seqs=64, max_model_len=4096, block_size=8)
     assert BACKENDS[1].plan(shape(), "tpu", limits).block_size == 8
-
-
-def test_draws_are_the_portable_ones() -> None:
-    dice = torch.Generator().manual_seed(5)
-    logits = torch.randn(48, 997, generator=dice) * 3
-    logits[5, :] = float("-inf")
-    logits[6, 3] = float("nan")
-    logits[7, 500:] = logits[7, :497]  # ties
-    rows = SampleInputs(
-        temperature=torch.tensor([0.0, 0.3, 1.0, 2.0] * 12),
-        top_k=torch.tensor([0, 1, 5, 50, 0, 2000] * 8, dtype=torch.int32),
-        top_p=torch.tensor([1.0, 0.9, 0.3, 1e-9] * 12),
-        min_p=torch.tensor([0.0, 0.05, 1.0] * 16),
-        seed=torch.randint(-(2**63), 2**63 - 1, (48,), generator=dice),
-        counter=torch.arange(48),
-    )
-    assert sampling.sample(logits, rows).tolist() == portable.sample(logits, rows).tolist()
-    greedy = SampleInputs(*[None] * 6, all_greedy=True)
-    wanted = logits.argmax(-1)
-    wanted[5:7] = -1
-    assert torch.equal(sampling.sample(logits, greedy), wanted)
-
-
-def test_noise_is_bit_for_bit_the_portable_one() -> None:
-    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
-    counters = torch.tensor([0, 1, 2, 3, 2**40, 7])
-    ids = torch.arange(4099).expand(6, -1)
-    mine = sampling.uniforms(seeds, counters, ids)
-    for row, seed, counter in zip(mine, seeds.tolist(), counters.tolist(), strict=True):
-        wanted = portable.uniform_bits(seed, counter, 4099, torch.device("cpu"))
-        assert torch.equal(row, wanted)

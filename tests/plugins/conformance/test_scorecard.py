@@ -95,12 +95,20 @@ def test_the_page_needs_nothing_beside_it() -> None:
     [
         (None, "linear", "device"),
         ("stand-in", "linear", "stand-in"),
+        ("stand-in (an emulator); linear: device", "linear", "device"),
+        ("stand-in (an emulator); linear: device", "rotary", "stand-in"),
         ("compiled; linear: interpreted", "linear", "interpreted"),
         ("compiled; linear: interpreted", "rotary", "compiled"),
     ],
 )
 def test_where_an_op_ran(note: str | None, op: str, where: str) -> None:
     assert execution_of({"execution": note} if note else {}, op) == where
+
+
+def test_what_it_ran_on_is_told() -> None:
+    notes = {"execution": "stand-in (an emulator); linear: device"}
+    row = support.of_capabilities("toy", "toy", {"notes": notes})
+    assert (row.execution, row.executed_on) == ("stand-in", "an emulator")
 
 
 def test_a_word_for_where_that_nobody_knows() -> None:
