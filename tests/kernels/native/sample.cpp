@@ -32,7 +32,8 @@ double noise(const Settings &s, int64_t token) {
   return -std::log(-std::log(((h >> 9) + 0.5) * 0x1p-23));
 }
 
-// Which tokens pass the filters; those that tie with the last one all do.
+// Which tokens pass the filters. Those that tie with the last one all do, except of top-p: there only as many
+// as reach its share, the lowest ids first.
 std::vector<bool> kept(const float *logits, int64_t vocab, const Settings &s) {
   std::vector<int64_t> order(vocab);
   std::iota(order.begin(), order.end(), 0);
@@ -41,21 +42,24 @@ std::vector<bool> kept(const float *logits, int64_t vocab, const Settings &s) {
   double floor = -INFINITY;
   if (s.top_k > 0 && s.top_k < vocab) floor = logits[order[s.top_k - 1]];
   const auto weight = [&](int64_t i) { return std::exp((logits[i] - top) / static_cast<float>(s.temperature)); };
+  int64_t count = vocab;  // of `order`
   if (s.top_p < 1) {
     double total = 0, sum = 0;
     for (int64_t i : order)
       if (logits[i] >= floor) total += weight(i);
-    for (int64_t i : order) {
-      sum += weight(i);
+    for (int64_t n = 0; n < vocab; ++n) {
+      sum += weight(order[n]);
       if (sum >= static_cast<float>(s.top_p) * total * (1 - 1e-15)) {
-        floor = std::max(floor, static_cast<double>(logits[i]));
+        count = n + 1;
         break;
       }
     }
   }
   std::vector<bool> keep(vocab);
-  for (int64_t i = 0; i < vocab; ++i)
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t i = order[n];
     keep[i] = logits[i] >= floor && std::isfinite(logits[i]) && weight(i) >= static_cast<float>(s.min_p);
+  }
   return keep;
 }
 
