@@ -139,7 +139,7 @@ LANES: tuple[Lane, ...] = (
         "executed",
         "The conformance kit over the CPU backend and over the reference backend",
         (Step("pytest tests/lanes/conformance"),),
-        minutes=4,
+        minutes=2,
     ),
     Lane(
         "strict",
@@ -147,7 +147,7 @@ LANES: tuple[Lane, ...] = (
         "executed",
         "The kit and the core's own engine tests on the awkward example chip, installed as a third party's package",
         (Step("pytest tests/lanes/strict --scorecards {out}"),),
-        minutes=4,
+        minutes=2,
         packages=("plugins/examples/octavo-strict",),
     ),
     Lane(
@@ -160,7 +160,7 @@ LANES: tuple[Lane, ...] = (
             Step("pytest tests/lanes/triton --scorecards {out}"),
             Step("python ci/triton_aot.py --quick", r"(\d+) kernels for \d+ chips"),
         ),
-        minutes=12,
+        minutes=6,
         requirements="triton",
     ),
     Lane(
@@ -204,7 +204,7 @@ LANES: tuple[Lane, ...] = (
         "schema-checked",
         "The Gaudi backend on a stand-in `hpu` device, through the vendor's documented operations, kit included",
         (Step("pytest tests/lanes/gaudi --scorecards {out}"),),
-        minutes=5,
+        minutes=3,
         requirements="gaudi",
     ),
     Lane(
@@ -213,7 +213,7 @@ LANES: tuple[Lane, ...] = (
         "schema-checked",
         "The Ascend backend through torch-npu's own schemas, with CPU bodies behind them and no CANN, kit included",
         (Step("pytest tests/lanes/ascend --scorecards {out}"),),
-        minutes=5,
+        minutes=2,
         requirements="ascend",
     ),
     Lane(
