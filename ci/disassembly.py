@@ -108,11 +108,11 @@ def check(machine: str, isa: str, all_functions: list[Function]) -> tuple[list[s
     expected = EXPECTED[machine][isa]
     findings: list[str] = []
     described = []
-    for tile, pattern in (("FloatTile", expected.floats), ("IntTile", expected.ints)):
+    for tile, pattern in (("FloatTile::operator()", expected.floats), ("int_panel", expected.ints)):
         tiles = [
             (int(m[1]), f)
             for f in all_functions
-            if (m := re.search(tile + r"::operator\(\)<(\d+)>", f.name))
+            if (m := re.search(re.escape(tile) + r"<(\d+)>", f.name))
         ]
         if not tiles:
             findings.append(f"{isa}: no {tile}")
