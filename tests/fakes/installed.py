@@ -5,14 +5,19 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
 def builds_wheels() -> bool:
-    """Whether setuptools here can build: that of an environment fresh from venv cannot, without wheel. Else
-    pip fetches one to build with."""
-    return bool(find_spec("setuptools") and find_spec("setuptools.command.bdist_wheel"))
+    """Whether setuptools here can build (it has bdist_wheel of its own since 70.1): that of an environment
+    fresh from venv cannot. Else pip fetches one to build with. Asks the metadata: importing setuptools
+    after distutils, which other tests may have brought, fails."""
+    try:
+        major, minor = version("setuptools").split(".")[:2]
+    except PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (70, 1)
 
 
 EXAMPLES = Path(__file__).parents[2] / "plugins" / "examples"
