@@ -58,18 +58,23 @@ def test_the_number_of_threads() -> None:
 
 
 SCRIPT = """
-import os, sys, threading
+import os, sys, threading, time
 from octavo.kernels import cpu
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 assert cpu.threads() == 1 and cpu.threading().startswith("serial")
 import torch
 torch.set_num_threads(2); torch.relu(torch.randn(1 << 20))  # starts its threads
 tasks = lambda: len(os.listdir("/proc/self/task"))
+def soon(count):  # a thread that was joined stays in the list until the kernel has buried it
+    until = time.monotonic() + 10
+    while tasks() != count and time.monotonic() < until:
+        time.sleep(0.01)
+    return tasks() == count
 before = tasks()
 cpu.set_threads(4)
-assert tasks() == before + 3
+assert soon(before + 3)
 cpu.set_threads(2)
-assert tasks() == before + 1, "the old pool's threads are still there"
+assert soon(before + 1), "the old pool's threads are still there"
 
 def engine(results, i):
     g = torch.Generator().manual_seed(i)
@@ -90,7 +95,7 @@ for spins in (0, 1, 100000):  # sleeping at once, and hardly ever
     engine(results, 7)
     assert all(results)
 assert cpu.set_threads(1) == "serial"
-print(tasks() - before)
+assert soon(before), tasks() - before
 """
 
 
@@ -102,7 +107,6 @@ def test_one_pool_and_several_callers() -> None:
         [sys.executable, "-c", SCRIPT], check=False, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "0"
 
 
 def test_a_stopped_worker_does_not_stop_the_caller() -> None:
