@@ -135,17 +135,17 @@ def test_throughput_end_to_end(
     monkeypatch.setattr(wiring, "build_engine", build_and_keep)
     path = tmp_path / "run.json"
     main(
-        "bench throughput --workload uniform --num-requests 3 --profile --max-num-seqs 2 "
+        "bench throughput --workload uniform --num-requests 2 --profile --max-num-seqs 2 "
         f"--kv-memory 64M --json {path}".split()
     )
     (engine,) = engines
     assert "_build" not in vars(engine._runner) and "commit" not in vars(engine.scheduler)
     text = capsys.readouterr().out
-    assert "480 prompt + 192 output tokens" in text
+    assert "320 prompt + 128 output tokens" in text
     record = json.loads(path.read_text())
     ours = record["octavo"]
-    assert (ours["requests"], ours["prompt_tokens"], ours["output_tokens"]) == (3, 480, 192)
-    assert ours["output_tokens_per_second"] == pytest.approx(192 / ours["seconds"])
+    assert (ours["requests"], ours["prompt_tokens"], ours["output_tokens"]) == (2, 320, 128)
+    assert ours["output_tokens_per_second"] == pytest.approx(128 / ours["seconds"])
     assert ours["host_seconds"] + ours["runner_seconds"] <= ours["seconds"]
     assert ours["cached_tokens"] == 0
     profile = record["profile"]

@@ -83,6 +83,7 @@ def test_a_second_run_shares_no_beginning_with_the_first() -> None:
         assert a.prompt_token_ids[:8] != b.prompt_token_ids[:8]
 
 
+@pytest.mark.slow
 def test_throughput_beside_a_neighbour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.json"
     main(

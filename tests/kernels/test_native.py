@@ -17,6 +17,7 @@ HEADERS = Path(__file__).resolve().parents[2] / "kernels/cpu/csrc"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
+@pytest.mark.slow  # the lane of the kernels runs them, too
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_every_variant_of_this_cpu(tmp_path: Path) -> None:
     assert cpu.available(), cpu.why_unavailable()

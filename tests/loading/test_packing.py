@@ -166,12 +166,13 @@ def test_files_of_a_model_that_is_gone_go_too(folder: Path) -> None:
 
 
 START = """
-import sys, threading, time
+import sys
 from pathlib import Path
 from tests.loading.test_packing import bits, engine, notes
-folder, at = Path(sys.argv[1]), float(sys.argv[2])
+folder = Path(sys.argv[1])
 import torch
-time.sleep(max(0, at - time.time()))
+print("ready", flush=True)
+sys.stdin.readline()
 made = engine(folder, packed_cache=True, cache_dir=str(folder.parent / "cache"), device="cpu")
 print(repr(bits(made)))
 """
@@ -179,15 +180,21 @@ print(repr(bits(made)))
 
 def test_starts_at_the_same_time(folder: Path) -> None:
     """Whoever comes first writes; nobody waits, nobody reads half a file."""
-    import time
-
-    at = time.time() + 8
     begun = [
         subprocess.Popen(
-            [sys.executable, "-c", START, str(folder), str(at)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", START, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(3)
     ]
+    for process in begun:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in begun:  # `communicate` would wait for each one's end
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
     outputs = [process.communicate(timeout=240)[0] for process in begun]
     assert [process.returncode for process in begun] == [0, 0, 0]
     expected = repr(bits(start(folder, packed_cache=False)))
