@@ -245,6 +245,8 @@ def _logits_rows(items: Sequence[ScheduledTokens]) -> list[int] | None:
         end += item.count
         if item.samples == 1:
             rows.append(end - 1)
+        elif item.drafts:
+            rows.extend(range(end - item.samples, end))
         else:
             rows.extend([end - 1] * item.samples)
         if item.all_logits:

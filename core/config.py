@@ -152,6 +152,15 @@ class EngineConfig:
         default=None,
         metadata={"help": "memory node to run on: its processors, its memory", "metavar": "N"},
     )
+    speculative_config: dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": 'draft tokens and check them together: a JSON object, as {"method": "ngram", '
+            '"num_speculative_tokens": 8}',
+            "metavar": "JSON",
+            "json": True,
+        },
+    )
     seed: int = field(default=0, metadata={"help": "seed of requests that bring none"})
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"}
@@ -216,6 +225,11 @@ class EngineConfig:
             raise ConfigError(f"cpu_affinity must be text, as '0-3,8', got {self.cpu_affinity!r}")
         if self.numa_node is not None and not (_whole(self.numa_node) and self.numa_node >= 0):
             raise ConfigError(f"numa_node must be a whole number, got {self.numa_node!r}")
+        asked = self.speculative_config
+        if asked is not None and not isinstance(asked, dict):
+            raise ConfigError(
+                f'speculative_config must be an object, as {{"method": "ngram"}}, got {asked!r}'
+            )
         if not _whole(self.seed):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         if not (_whole(self.max_logprobs) and self.max_logprobs >= -1):

@@ -182,6 +182,8 @@ class Engine:
             return early + updates
         ran = time.perf_counter()
         updates = self.scheduler.commit(plan, result)
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.observe(plan, ran - planned)
         self.runner_seconds += ran - planned
         self.host_seconds += (planned - started) + (time.perf_counter() - ran)
         return early + updates if early else updates

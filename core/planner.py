@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 from octavo.core.admission import SchedulerLimits, stored_tokens
 from octavo.core.blocks import BlockHash, BlockManager, extend_hashes
+from octavo.core.drafting.speculation import Speculation
 from octavo.core.lanes import LaneSet, Mode, Room
 from octavo.core.roster import Roster
 from octavo.core.sequence import Sequence
@@ -47,9 +48,15 @@ class Planner:
     """
 
     def __init__(
-        self, roster: Roster, blocks: BlockManager, limits: SchedulerLimits, lanes: LaneSet
+        self,
+        roster: Roster,
+        blocks: BlockManager,
+        limits: SchedulerLimits,
+        lanes: LaneSet,
+        speculation: Speculation | None = None,
     ) -> None:
         self.roster, self.blocks, self.limits = roster, blocks, limits
+        self._speculation = speculation
         self.running = roster.running
         self._waiting = roster.waiting
         self._turns = list(lanes.modes)  # the one whose turn it is first
@@ -157,6 +164,10 @@ class Planner:
             # else whoever was preempted would take the blocks back
             left.tokens = places if shared else left.tokens
             self._admit(prompts, left, mode.prompt)
+            if self._speculation is not None and shared:
+                self._speculation.extend(
+                    items, left.tokens, left.rows, self.blocks, spare=len(running)
+                )
         return items, prompts
 
     def _prompt_tokens(

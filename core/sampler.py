@@ -19,8 +19,9 @@ import torch
 from octavo.core.bad_words import BadWords, VocabularyIndex
 from octavo.core.batch import prompt_logprob_rows
 from octavo.core.contract import Ops, SampleInputs
+from octavo.core.sequence import Ahead
 from octavo.core.sequence import Sequence as Seq
-from octavo.core.structured import Grammars, only
+from octavo.core.structured import Grammars, allows, only
 from octavo.core.types import Int32, Int64, ScheduledTokens, StepPlan, StepResult, TokenLogprobs
 
 _SLICE = 64  # rows of prompt logits normalised at a time: bounds the memory of a float32 copy
@@ -36,7 +37,7 @@ class Penalties:
         self.counts = [0] * len(self.ids)
         self._seen = sequence.num_prompt
 
-    def advance(self, sequence: Seq) -> None:
+    def advance(self, sequence: Seq | Ahead) -> None:
         for token in sequence.tokens[self._seen : sequence.num_tokens].tolist():
             place = self._place.setdefault(token, len(self.ids))
             if place == len(self.ids):
@@ -175,7 +176,13 @@ class Sampler:
             return StepResult(tokens=tokens, prompt_logprobs=prompt)
         if count > len(items):
             states = [s for s, item in zip(states, items, strict=True) for _ in range(item.samples)]
-        sequences = [item.sequence for item in items for _ in range(item.samples)]
+        sequences: list[Seq | Ahead] = []
+        for item in items:
+            if item.drafts:
+                sequences.append(item.sequence)
+                sequences.extend(Ahead(item.sequence, k) for k in range(1, item.samples))
+            else:
+                sequences.extend([item.sequence] * item.samples)
         wanted = [i for i, state in enumerate(states) if state.logprobs is not None]
         changed = [i for i, state in enumerate(states) if state.changes_logits]
         raw = drawn
@@ -243,7 +250,7 @@ class Sampler:
         self,
         lane: int,
         items: list[ScheduledTokens],
-        sequences: list[Seq],
+        sequences: Sequence[Seq | Ahead],
         states: Sequence[Drawing],
         size: int,
     ) -> SampleInputs:
@@ -256,9 +263,14 @@ class Sampler:
         states = [*states, *[_NEUTRAL] * padding]
         # A sequence draws for its siblings in one step only, so equal rows have equal seeds.
         drawn_by, inputs = self._inputs.get(lane, ([], None))
-        if inputs is not None and states == drawn_by:
+        drafts = sum([item.drafts for item in items]) > 0
+        if inputs is not None and states == drawn_by and not drafts:
             return replace(inputs, counter=counter)
-        seeds = [item.sequence.sample_seed(k) for item in items for k in range(item.samples)]
+        seeds = [
+            item.sequence.sample_seed(0 if item.drafts else k)
+            for item in items
+            for k in range(item.samples)
+        ]
         inputs = SampleInputs(
             temperature=self._up([state.temperature for state in states], np.float32),
             top_k=self._up([state.top_k for state in states], np.int32),
@@ -267,7 +279,8 @@ class Sampler:
             seed=self._up(np.array(seeds + [0] * padding, np.uint64).view(np.int64), np.int64),
             counter=counter,
         )
-        self._inputs[lane] = states, inputs
+        if not drafts:  # whose rows are no siblings
+            self._inputs[lane] = states, inputs
         return inputs
 
     # ------------------------------------------------------------------------ changing logits
@@ -275,14 +288,19 @@ class Sampler:
     def _change(
         self,
         logits: torch.Tensor,
-        sequences: list[Seq],
+        sequences: Sequence[Seq | Ahead],
         states: list[DrawState],
         changed: list[int],
     ) -> None:
         masks: dict[int, Int32] = {}
+        ahead: dict[DrawState, Seq] = {}  # whose grammars went ahead over drafts
         for i in changed:
             state, sequence = states[i], sequences[i]
             row = logits[i]
+            if isinstance(sequence, Ahead) and state.grammar is not None:
+                if i - 1 not in masks or not allows(masks[i - 1], sequence.draft):
+                    continue  # the draft will not be taken: whatever is drawn behind it is dropped
+                ahead[state] = sequence.sequence
             if state.allowed is not None:
                 allowed = torch.from_numpy(state.allowed).to(logits.device)
                 kept = row[allowed].clone()
@@ -308,6 +326,9 @@ class Sampler:
                     list(state.bias.values()), dtype=torch.float32, device=row.device
                 )
                 row[_at(state.bias_ids, row)] += bias
+        for state, behind in ahead.items():
+            assert state.grammar is not None
+            state.grammar.advance(behind)  # back to where it is
         penalised = [i for i in changed if states[i].penalties is not None]
         if penalised:
             self._penalise(logits, sequences, states, penalised)
@@ -319,7 +340,7 @@ class Sampler:
     @staticmethod
     def _penalise(
         logits: torch.Tensor,
-        sequences: list[Seq],
+        sequences: Sequence[Seq | Ahead],
         states: list[DrawState],
         penalised: list[int],
     ) -> None:

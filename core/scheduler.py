@@ -25,8 +25,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+import msgspec
+
 from octavo.core.admission import SchedulerLimits, longest, mixed_seed
 from octavo.core.blocks import BlockManager, extend_hashes, root_hash
+from octavo.core.drafting.speculation import Speculation
 from octavo.core.outcome import sequence_update, stop_reason
 from octavo.core.planner import MAX_PREEMPTIONS, Planner
 from octavo.core.roster import Group, Roster
@@ -50,7 +53,13 @@ AbortTarget = str | tuple[str, int]
 class Scheduler:
     """Owns every live sequence and, through `blocks`, the KV cache's block tables."""
 
-    def __init__(self, blocks: BlockManager, limits: SchedulerLimits, seed: int = 0) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        limits: SchedulerLimits,
+        seed: int = 0,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.blocks = blocks
         self.limits = limits
         self.roster = Roster(blocks)
@@ -60,7 +69,8 @@ class Scheduler:
         self._order = 0
         self.lanes = limits.lane_set()
         self._needs: dict[Sequence, Future[Any]] = {}
-        self._planner = Planner(self.roster, blocks, limits, self.lanes)
+        self.speculation = speculation
+        self._planner = Planner(self.roster, blocks, limits, self.lanes, speculation)
 
     # ------------------------------------------------------------------------------ in and out
 
@@ -160,7 +170,15 @@ class Scheduler:
         return self.roster.sequences()
 
     def stats(self) -> SchedulerStats:
-        return self.roster.stats()
+        stats = self.roster.stats()
+        if (speculation := self.speculation) is None:
+            return stats
+        return msgspec.structs.replace(
+            stats,
+            drafts=speculation.drafts,
+            drafted_tokens=speculation.drafted,
+            accepted_tokens=speculation.accepted,
+        )
 
     def check(self) -> None:
         """Audits blocks and queues.
@@ -191,6 +209,9 @@ class Scheduler:
             row += item.samples
             if not sequence.running:
                 continue  # it ended while the step ran
+            if item.drafts:
+                self._take_drafted(item, result, tokens[first:row], first, now, updates)
+                continue
             sequence.num_computed = item.start + item.count
             if remembers and sequence.num_computed // size > sequence.num_remembered:
                 self._remember_full_blocks(sequence)
@@ -200,6 +221,36 @@ class Scheduler:
                 logprobs = result.logprobs[first] if result.logprobs else None
                 self._take_token(sequence, tokens[first], logprobs, None, now, updates)
         return updates
+
+    def _take_drafted(
+        self,
+        item: ScheduledTokens,
+        result: StepResult,
+        tokens: list[int],
+        first: int,
+        now: float,
+        updates: list[SequenceUpdate],
+    ) -> None:
+        """A token and the drafts behind it: what was drawn counts as long as the drafts in front of it are
+        what was drawn there. Of the others only the KV cache's slots remain, to be written again."""
+        sequence: Sequence = item.sequence
+        guesses = sequence.tokens[sequence.num_tokens :][: item.drafts].tolist()
+        right = 0
+        while right < item.drafts and tokens[right] == guesses[right]:
+            right += 1
+        assert self.speculation is not None
+        self.speculation.learn(sequence, item.drafts, right)
+        sequence.num_computed = item.start + 1 + right
+        if (
+            self._planner.shares
+            and sequence.num_computed // self.blocks.block_size > sequence.num_remembered
+        ):
+            self._remember_full_blocks(sequence)
+        for i in range(right + 1):
+            logprobs = result.logprobs[first + i] if result.logprobs else None
+            self._take_token(sequence, tokens[i], logprobs, None, now, updates)
+            if not sequence.running:
+                break
 
     def _take_rows(
         self,

@@ -31,6 +31,8 @@ class Sequence:
 
     __slots__ = (
         "block_table",
+        "draft_hope",
+        "draft_state",
         "draw_state",
         "ends",
         "hashes",
@@ -38,6 +40,7 @@ class Sequence:
         "index",
         "last_token",
         "max_len",
+        "may_draft",
         "num_blocks",
         "num_cached",
         "num_computed",
@@ -105,6 +108,14 @@ class Sequence:
         self.prefix_waits = 0
         self.timings = Timings(arrival_time=request.arrival_time, queued=time.monotonic())
         self.draw_state: Any = None  # the sampler's, made when first needed
+        self.may_draft = not (
+            params.bad_words
+            or params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+        )
+        self.draft_state: Any = None  # the drafter's
+        self.draft_hope = 0.6  # how likely a drafted token is right
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -148,6 +159,13 @@ class Sequence:
         self.tokens[self.num_tokens] = self.last_token = token
         self.num_tokens += 1
 
+    def set_drafts(self, drafts: SequenceOf[int]) -> None:
+        """Writes guesses behind the tokens, where the next ones will stand."""
+        end = self.num_tokens + len(drafts)
+        if end > len(self.tokens):
+            self.tokens = _grown(self.tokens, end)
+        self.tokens[self.num_tokens : end] = drafts
+
     def add_blocks(self, blocks: SequenceOf[int]) -> None:
         end = self.num_blocks + len(blocks)
         if end > len(self.block_table):
@@ -186,8 +204,30 @@ class Sequence:
             num_cached_tokens=self.timings.num_cached_tokens,
         )
         child.pending_samples = 1
-        child.draw_state = None
+        child.draw_state = child.draft_state = None
         return child
+
+
+class Ahead:
+    """A sequence as it will be if the first `drafts` of its drafts are right; what the sampler asks of it."""
+
+    __slots__ = (
+        "draft",
+        "num_output",
+        "num_prompt",
+        "num_tokens",
+        "request",
+        "sequence",
+        "tokens",
+    )
+
+    def __init__(self, sequence: Sequence, drafts: int) -> None:
+        self.sequence = sequence
+        self.request, self.tokens = sequence.request, sequence.tokens
+        self.num_prompt = sequence.num_prompt
+        self.num_tokens = sequence.num_tokens + drafts
+        self.num_output = self.num_tokens - self.num_prompt
+        self.draft = int(self.tokens[self.num_tokens - 1])
 
 
 def _grown(array: Int32, size: int) -> Int32:

@@ -34,6 +34,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int
     prefix_waits: int  # times that a sequence was made to wait for a prefix
     finished: dict[str, int]
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of those drafted
     compilations: int = 0  # programs that the backend has built; none are built after the start
 
 

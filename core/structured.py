@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
+    from octavo.core.sequence import Ahead
     from octavo.core.sequence import Sequence as Seq
 
 PARAM = "structured_outputs"
@@ -288,7 +289,7 @@ class GrammarState:
         self._consumed = 0
         self._words = -(-vocab_size // 32)
 
-    def advance(self, sequence: Seq) -> None:
+    def advance(self, sequence: Seq | Ahead) -> None:
         """Takes the output tokens since the last call, or gives back those that are there no more."""
         if sequence.num_output < self._consumed:
             self._matcher.rollback(self._consumed - sequence.num_output)
@@ -314,6 +315,11 @@ class GrammarState:
     def error(self) -> str:
         """Why it can go no further; empty if it can."""
         return self._matcher.get_error() if self._matcher.is_error() else ""
+
+
+def allows(mask: Int32, token: int) -> bool:
+    """Whether a mask leaves this token."""
+    return bool(int(mask[token // 32]) >> token % 32 & 1)
 
 
 def only(mask: Int32, ids: Int64) -> bool:

@@ -351,6 +351,8 @@ class Timings(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # of those drafted
 
     @property
     def queue_time(self) -> float:
@@ -448,6 +450,7 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
 
     `samples` rows of the last token's logits are drawn from: 0 while a prompt is unfinished, n when
     a prompt with n samples is done. `all_logits` also asks for every row's logits (prompt logprobs).
+    The last `drafts` tokens are guesses: then each of the item's tokens is drawn behind, once.
     """
 
     sequence: Any  # core.sequence.Sequence
@@ -455,6 +458,7 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     count: int
     samples: int
     all_logits: bool = False
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

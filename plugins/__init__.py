@@ -26,6 +26,7 @@ from octavo.core.contract import (
     Transfer,
     WeightSpec,
 )
+from octavo.core.drafting.drafter import Drafter, SpeculativeConfig
 from octavo.core.entry.reasoning import ReasoningParser
 from octavo.core.entry.tools.base import CallForm, Tool, ToolParser
 from octavo.core.instruments import Instruments, LinearPath, Peaks
@@ -42,6 +43,7 @@ __all__ = [
     "Capabilities",
     "Communicator",
     "Ctx",
+    "Drafter",
     "ExecutionPlan",
     "Form",
     "Handle",
@@ -64,6 +66,7 @@ __all__ = [
     "ReasoningParser",
     "SampleInputs",
     "Scheme",
+    "SpeculativeConfig",
     "StepOut",
     "Tool",
     "ToolParser",

@@ -56,6 +56,12 @@ def octavo_reasoning_parsers() -> Mapping[str, str]:  # type: ignore[empty-body]
     `octavo.plugins.ReasoningParser`; imported when needed."""
 
 
+@hookspec
+def octavo_drafters() -> Mapping[str, str]:  # type: ignore[empty-body]
+    """Drafters by name (`method` of `--speculative-config`), as "module:class" of an
+    `octavo.plugins.Drafter`, which is called with the `SpeculativeConfig`; imported when needed."""
+
+
 @hookspec(firstresult=True)
 def octavo_model_source(model: str, revision: str | None, cache_dir: Path) -> ModelFiles | None:
     """Turns MODEL into local files, or returns None when it is not this plug-in's to find."""

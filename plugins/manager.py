@@ -212,6 +212,10 @@ class Plugins:
         """Parsers of calls that plug-ins add, as "module:class"."""
         return self._classes("octavo_tool_parsers")
 
+    def drafters(self) -> dict[str, str]:
+        """Drafters that plug-ins add, as "module:class"."""
+        return self._classes("octavo_drafters")
+
     def reasoning_parsers(self) -> dict[str, str]:
         """Parsers of reasoning that plug-ins add, as "module:class"."""
         return self._classes("octavo_reasoning_parsers")

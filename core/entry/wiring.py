@@ -14,6 +14,8 @@ from octavo.core.admission import SchedulerLimits
 from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
+from octavo.core.drafting.drafter import SpeculativeConfig, make_drafter
+from octavo.core.drafting.speculation import Speculation
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.numbers import choose_numbers
 from octavo.core.entry.op_choice import capabilities_of, choose_ops
@@ -209,7 +211,25 @@ def make_scheduler(
     )
     rest = made.resolved.backend.pins_frees
     blocks = BlockManager(num_blocks, plan.block_size, caching, rest, ops.drain)
-    return Scheduler(blocks, limits, config.seed)
+    return Scheduler(blocks, limits, config.seed, _speculation(config, lanes, made.resolved.device))
+
+
+def _speculation(config: EngineConfig, lanes: LaneSet, device: str) -> Speculation | None:
+    """What `--speculative-config` asks for.
+
+    Raises:
+        ConfigError: it cannot be used, or not on this device.
+    """
+    if config.speculative_config is None:
+        return None
+    asked = SpeculativeConfig.parse(config.speculative_config)
+    drafter = make_drafter(asked, plugins().drafters())
+    if not all(mode.shared for mode in lanes.modes):
+        raise ConfigError(
+            f"--speculative-config: a decode step of {device} takes one token of each sequence, and a draft "
+            "has several; leave it out, or use a device whose steps are mixed, as --device cpu"
+        )
+    return Speculation(drafter, asked.num_speculative_tokens, asked.adaptive)
 
 
 def _bind(config: EngineConfig, phases: Phases) -> Binding | None:

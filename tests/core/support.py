@@ -21,6 +21,7 @@ from octavo.core.admission import SchedulerLimits
 from octavo.core.batch import BatchBuilder, prompt_logprob_rows
 from octavo.core.blocks import BlockManager, root_hash
 from octavo.core.contract import Lane
+from octavo.core.drafting.speculation import Speculation
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler
 from octavo.core.sequence import Sequence
@@ -208,19 +209,19 @@ class NullRunner:
         rows = batch.logits_rows[: batch.num_rows]
         drawn = sum(item.samples for item in part.items)
         assert rows[:drawn].tolist() == [
-            int(batch.query_start[i + 1]) - 1
+            int(batch.query_start[i + 1]) - (item.samples - k if item.drafts else 1)
             for i, item in enumerate(part.items)
-            for _ in range(item.samples)
+            for k in range(item.samples)
         ]
         assert len(rows) - drawn == sum(len(prompt_logprob_rows(item)) for item in part.items)
         return self.draw(part, self.kv[slots[rows]])
 
     def draw(self, step: StepPlan, rows: np.ndarray) -> StepResult:
         """The step's result from the KV numbers at its rows of logits."""
-        samples = [(item.sequence, k) for item in step.items for k in range(item.samples)]
+        samples = [(item, k) for item in step.items for k in range(item.samples)]
         tokens = [
-            self._token(sequence, k, int(last))
-            for (sequence, k), last in zip(samples, rows, strict=False)
+            self._token(item.sequence, 0 if item.drafts else k, int(last), k if item.drafts else 0)
+            for (item, k), last in zip(samples, rows, strict=False)
         ]
         prompt = {
             item.sequence.request.id: [
@@ -273,10 +274,11 @@ class NullRunner:
         if lane.kinds in (("decode",), ("prefill",)):
             assert batch.kind == lane.kinds[0]
 
-    def _token(self, sequence: Sequence, sample: int, last: int) -> int:
+    def _token(self, sequence: Sequence, sample: int, last: int, ahead: int = 0) -> int:
+        """ahead: drafts between the sequence's tokens and the place that is drawn for."""
         forced = self.forced.get(sequence.request.id)
         if forced is not None:
-            return forced[min(sequence.num_output, len(forced) - 1)]
+            return forced[min(sequence.num_output + ahead, len(forced) - 1)]
         return token_after(last, sequence.request.params, sequence.sample_seed(sample))
 
     def _verify(self, sequence: Sequence, row: np.ndarray, context: int, end: int) -> None:
@@ -412,6 +414,7 @@ def rig(
     lane: Lane | None = None,
     lanes: tuple[Lane, ...] = (),
     runner: Callable[[BlockManager, SchedulerLimits, Lane | None], NullRunner] | None = None,
+    speculation: Speculation | None = None,
 ) -> Rig:
     """A null engine; `blocks` includes the null block."""
     limits = SchedulerLimits(
@@ -425,7 +428,7 @@ def rig(
     )
     manager = WatchedBlocks(blocks, block_size, prefix_caching, rest)
     made = (runner or NullRunner)(manager, limits, lane)
-    scheduler = Scheduler(manager, limits)
+    scheduler = Scheduler(manager, limits, speculation=speculation)
     made.waiting = scheduler.roster.waiting
     return Rig(Engine(scheduler, made, model_info(max_model_len)), made)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from octavo.core.entry.cli.settings import (
     Setting,
     Value,
     engine_values,
+    json_object,
     resolve,
     split,
 )
@@ -25,6 +27,15 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _json(text: str) -> dict[str, Any]:
+    try:
+        return json_object(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f'must be a JSON object, as {{"method": "ngram"}}, got {text!r}'
+        ) from None
+
+
 _TYPES: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
@@ -32,6 +43,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "strs": str,
     "size": _bytes,
     "list": split,
+    "json": _json,
 }
 
 
@@ -126,5 +138,6 @@ def engine_arguments(options: argparse.Namespace) -> list[str]:
         if isinstance(value, bool):
             words.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
         else:
-            words.append(f"{setting.flag}={value}")
+            text = json.dumps(value) if setting.kind == "json" else value
+            words.append(f"{setting.flag}={text}")
     return words

@@ -23,14 +23,14 @@ from octavo.core.config import (
     parse_bytes,
 )
 
-Kind = Literal["str", "int", "float", "bool", "size", "strs", "list"]
+Kind = Literal["str", "int", "float", "bool", "size", "strs", "list", "json"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One thing that can be configured. size: bytes, written with a suffix or without. strs: several
-    words behind the flag; list: one word, with commas between the items.
+    words behind the flag; list: one word, with commas between the items; json: an object.
 
     field: the name in the frozen object it ends in, where that differs.
     """
@@ -65,9 +65,11 @@ class Value:
 
 def _engine_setting(field: Any) -> Setting:
     kind = str(field.type).removesuffix(" | None")
+    for special in ("size", "json"):
+        kind = special if field.metadata.get(special) else kind
     return Setting(
         field.name,
-        "size" if field.metadata.get("size") else kind,  # type: ignore[arg-type]
+        kind,  # type: ignore[arg-type]
         None if field.default is MISSING else field.default,
         field.metadata.get("help", ""),
         metavar=field.metadata.get("metavar"),
@@ -290,6 +292,8 @@ def _parsed(setting: Setting, text: str, origin: str) -> Any:
             return split(text)
         if kind == "size":
             return parse_bytes(text)
+        if kind == "json":
+            return json_object(text)
         return {"int": int, "float": float, "str": str}[kind](text)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None
@@ -297,7 +301,16 @@ def _parsed(setting: Setting, text: str, origin: str) -> Any:
         raise ConfigError(f"{origin} must be {_KINDS[kind]}, got {text!r}") from None
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """An object written as JSON. Raises ValueError for anything else."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value
+
+
 _KINDS = {
+    "json": 'a JSON object, as {"method": "ngram"}',
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
@@ -311,7 +324,7 @@ _KINDS = {
 def _checked(setting: Setting, value: Any, path: str) -> Any:
     """A value that a file gave, which has a type of its own."""
     origin, kind = f"{path}: {setting.name}", setting.kind
-    if kind == "size" and isinstance(value, str):
+    if kind in ("size", "json") and isinstance(value, str):
         return _parsed(setting, value, origin)
     if (
         kind in ("strs", "list")
@@ -329,6 +342,7 @@ def _checked(setting: Setting, value: Any, path: str) -> Any:
         "str": (str,),
         "strs": (),
         "list": (),
+        "json": (dict,),
     }
     if not isinstance(value, wanted[kind]) or (isinstance(value, bool) and kind != "bool"):
         raise ConfigError(f"{origin} must be {_KINDS[kind]}, got {value!r}")

@@ -48,6 +48,9 @@ _COUNTERS = {
     "prefix_query_tokens": ("prefix_cache_queries", "Prompt tokens looked up"),
     "prefix_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
     "prefix_waits": ("prefix_cache_waits", "Waits for a prefix that another was computing"),
+    "drafts": ("spec_decode_num_drafts", "Drafts that a step checked"),
+    "drafted_tokens": ("spec_decode_num_draft_tokens", "Tokens of these drafts"),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that were right"),
     "compilations": ("compilations", "Programs that the device compiled: none after the start"),
     "output_tokens": ("engine_generation_tokens", "Tokens drawn, those nobody got included"),
 }

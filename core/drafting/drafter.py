@@ -1,0 +1,96 @@
+"""What proposes drafts, and how it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from octavo.core.config import ConfigError, nearest
+from octavo.core.sequence import Sequence as Seq
+
+
+class Drafter(Protocol):
+    """Guesses tokens. What it keeps of a sequence it puts into `sequence.draft_state`, which goes with
+    the sequence; a fork begins without one."""
+
+    def propose(self, sequences: Sequence[Seq], counts: Sequence[int]) -> list[list[int]]:
+        """At most `counts[i]` tokens that may follow `sequences[i].tokens[:num_tokens]`, for each i."""
+        ...
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to draft. Names are vLLM's.
+
+    method: `ngram`, or a plug-in's. num_speculative_tokens: the longest draft. prompt_lookup_min,
+    prompt_lookup_max: tokens of the shortest and of the longest match that `ngram` goes by. adaptive: whether
+    drafts are shortened or left out where they cost more than they bring.
+    """
+
+    method: str
+    num_speculative_tokens: int = 8
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    adaptive: bool = True
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
+        """From a mapping, as `speculative_config` brings it.
+
+        Raises:
+            ConfigError: an unknown key, or a value that cannot be used.
+        """
+        known = tuple(cls.__dataclass_fields__)
+        for key in given:
+            if key not in known:
+                raise ConfigError(
+                    f"speculative_config has an unknown key {key!r}{nearest(str(key), known)}; "
+                    f"known: {', '.join(known)}"
+                )
+        method = given.get("method")
+        if not isinstance(method, str) or not method:
+            raise ConfigError(
+                f'speculative_config needs a method, as {{"method": "ngram"}}; got {method!r}'
+            )
+        made = cls(**given)
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(made, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 64:
+                raise ConfigError(
+                    f"speculative_config.{name} must be a whole number from 1 to 64, got {value!r}"
+                )
+        if made.prompt_lookup_min > made.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config.prompt_lookup_min ({made.prompt_lookup_min}) exceeds "
+                f"prompt_lookup_max ({made.prompt_lookup_max})"
+            )
+        if not isinstance(made.adaptive, bool):
+            raise ConfigError(
+                f"speculative_config.adaptive must be true or false, got {made.adaptive!r}"
+            )
+        return made
+
+
+def make_drafter(config: SpeculativeConfig, others: Mapping[str, str]) -> Drafter:
+    """The drafter that `config` names. others: those of plug-ins, as "module:class" by name; such a class is
+    called with the config.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    known = {**_OWN, **others}
+    where = known.get(config.method)
+    if where is None:
+        raise ConfigError(
+            f"speculative_config.method {config.method!r} is not known"
+            f"{nearest(config.method, known)}; there is {', '.join(sorted(known))}"
+        )
+    from importlib import import_module
+
+    module, _, name = where.partition(":")
+    drafter: Drafter = getattr(import_module(module), name)(config)
+    return drafter
+
+
+_OWN = {"ngram": "octavo.core.drafting.ngram:NgramDrafter"}
