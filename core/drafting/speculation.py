@@ -32,6 +32,7 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, most: int, adaptive: bool = True) -> None:
         self.drafter, self.most, self.adaptive = drafter, most, adaptive
+        self.enabled = True
         self.drafted = self.accepted = self.drafts = 0  # tokens and drafts, since the start
         self._seconds: dict[int, float] = {}  # of a step, by size class of its number of tokens
         self._refused = 0
@@ -48,6 +49,8 @@ class Speculation:
             tokens, rows: of the batch, still free.
             spare: free blocks that are left for the sequences to grow.
         """
+        if not self.enabled:
+            return
         if any(item.count != 1 or item.samples != 1 or item.all_logits for item in items):
             return
         able = [i for i, item in enumerate(items) if item.sequence.may_draft]

@@ -20,6 +20,7 @@ from octavo.core.entry.cli import (
     bench_scaling,
     bench_scheduler,
     bench_serve,
+    bench_speculation,
     bench_startup,
 )
 from octavo.core.entry.cli.bench_options import count
@@ -44,6 +45,7 @@ _KINDS = {
     "roofline": bench_roofline,
     "linear": bench_linear,
     "scaling": bench_scaling,
+    "speculation": bench_speculation,
 }
 
 
