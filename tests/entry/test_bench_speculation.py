@@ -15,9 +15,11 @@ from octavo.core.entry.cli.main import main
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "s.json"
+    config = byte_llama(tmp_path / "model") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 640}))
     main(
         [
-            *f"bench speculation {byte_llama(tmp_path / 'model')} --device cpu --dtype float32".split(),
+            *f"bench speculation {config.parent} --device cpu --dtype float32".split(),
             *["--streams", "1,3", "--output-len", "24", "--repeats", "1", "--markdown", "--max-model-len", "120"],
             *("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'),
             *("--json", str(path), "--plot", str(tmp_path / "figures")),

@@ -59,6 +59,6 @@ def test_what_is_copied_is_drafted_right(answers: dict[bool, dict[str, Any]]) ->
     assert metrics.num_drafted_tokens >= metrics.num_accepted_tokens
 
 
-def test_a_device_that_decodes_apart_refuses(tmp_path: Any) -> None:
+def test_a_method_that_is_not_there_ends_the_start() -> None:
     with pytest.raises(ConfigError, match="did you mean 'ngram'"):
         LLM(speculative_config={"method": "n-grams"}, load_progress=False)
