@@ -20,7 +20,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     main(
         [
             *f"bench speculation {config.parent} --device cpu --dtype float32".split(),
-            *["--streams", "1,3", "--output-len", "24", "--repeats", "1", "--markdown", "--max-model-len", "120"],
+            *["--streams", "1,3", "--output-len", "24", "--repeats", "1", "--markdown"],
             *("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'),
             *("--json", str(path), "--plot", str(tmp_path / "figures")),
         ]
