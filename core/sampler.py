@@ -8,6 +8,7 @@ vocabulary id) alone, so not on its batch-mates, on chunking or on preemption.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,15 @@ from octavo.core.batch import prompt_logprob_rows
 from octavo.core.contract import Ops, SampleInputs
 from octavo.core.sequence import Sequence as Seq
 from octavo.core.structured import Grammars, only
-from octavo.core.types import Int32, Int64, ScheduledTokens, StepPlan, StepResult, TokenLogprobs
+from octavo.core.types import (
+    BeamCandidates,
+    Int32,
+    Int64,
+    ScheduledTokens,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 _SLICE = 64  # rows of prompt logits normalised at a time: bounds the memory of a float32 copy
 
@@ -89,11 +98,27 @@ class DrawState:
             )
         )
         self.logprobs = params.logprobs
+        if self.logprobs is None and params.width > params.n:
+            self.logprobs = 0  # the best samples are those whose sum is the highest
+        self.beams = params.width if params.use_beam_search else 0
+        self.ends = len(stops)
         self.greedy = params.greedy
         self.temperature = 0.0 if params.greedy else params.temperature
         self.top_k, self.top_p, self.min_p = max(0, params.top_k), params.top_p, params.min_p
         # The most likely of the raw logits, and nothing else: the same whoever the sequence is.
         self.plain = self.greedy and not self.changes_logits and self.logprobs is None
+        self.plain = self.plain and not self.beams
+
+    def fork(self) -> DrawState:
+        """The state of a beam that begins as this one."""
+        other = copy.copy(self)
+        if self.penalties is not None:
+            other.penalties = copy.deepcopy(self.penalties)
+        if self.bad_words is not None:
+            other.bad_words = copy.copy(self.bad_words)
+        if self.grammar is not None:
+            other.grammar = self.grammar.fork()
+        return other
 
 
 class _Neutral:
@@ -178,6 +203,9 @@ class Sampler:
         sequences = [item.sequence for item in items for _ in range(item.samples)]
         wanted = [i for i, state in enumerate(states) if state.logprobs is not None]
         changed = [i for i, state in enumerate(states) if state.changes_logits]
+        beams = [i for i, state in enumerate(states) if state.beams]
+        if beams:  # what changes logits changes log-probabilities here, which are not normed again
+            drawn[beams] = torch.log_softmax(drawn[beams], dim=-1)
         raw = drawn
         if changed:
             raw = drawn.clone() if wanted else drawn
@@ -185,6 +213,9 @@ class Sampler:
         inputs = self._sample_inputs(plan.lane, items, sequences, states, size)
         tokens = self._draw(drawn, inputs)[:count]
         logprobs: list[TokenLogprobs | None] = []
+        candidates = {i: beam_candidates(drawn[i], raw[i], states[i]) for i in beams}
+        if beams:
+            wanted = [i for i in wanted if not states[i].beams]
         if wanted:
             logprobs = [None] * count
             counts = [states[i].logprobs or 0 for i in wanted]
@@ -195,7 +226,8 @@ class Sampler:
                 logprobs[i] = entry
                 if math.isnan(entry.logprob) or math.isnan(sum(entry.top_logprobs)):
                     tokens[i] = -1  # the fault lies in logits that parameters had masked
-        return StepResult(tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+        found = {i: found for i, found in candidates.items() if found is not None}
+        return StepResult(tokens, logprobs, prompt, found)
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Runs the program once for greedy rows alone and once as other rows have it, on these logits
@@ -402,7 +434,10 @@ class StaticSampler(Sampler):
         items = [item for item in plan.items if item.samples]
         count = sum([item.samples for item in items])
         states = [self._state(item.sequence) for item in items for _ in range(item.samples)]
-        plain = [not state.changes_logits and state.logprobs is None for state in states]
+        plain = [
+            not state.changes_logits and state.logprobs is None and not state.beams
+            for state in states
+        ]
         tokens = np.full(count, -1, np.int64)
         if any(plain):
             by: list[Drawing] = [s if p else _NEUTRAL for s, p in zip(states, plain, strict=True)]
@@ -437,11 +472,42 @@ class StaticSampler(Sampler):
             logprobs = [None] * len(tokens)
             for i, entry in zip(drawn, found.logprobs, strict=True):
                 logprobs[i] = entry
-        return StepResult(tokens, logprobs, found.prompt_logprobs)
+        candidates = {drawn[i]: each for i, each in found.candidates.items()}
+        return StepResult(tokens, logprobs, found.prompt_logprobs, candidates)
 
 
 def _at(index: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.asarray(index, np.int64)).to(like.device)
+
+
+def beam_candidates(
+    scores: torch.Tensor, raw: torch.Tensor, state: DrawState
+) -> BeamCandidates | None:
+    """The most likely next tokens of a beam, so many that all of W beams can go on though each of the
+    tokens that end one stands among them. None where the scores are not finite.
+
+    Args:
+        scores: [V] log-probabilities after what the request forbids, -inf for what cannot come;
+            raw: [V] the same before.
+    """
+    values, ids = torch.topk(scores, min(len(scores), max(2, 1 + state.ends) * state.beams))
+    logprobs: list[float] = values.tolist()
+    if any(math.isnan(value) or value == math.inf for value in logprobs):
+        return None
+    count = sum(value > -math.inf for value in logprobs)
+    tokens: list[int] = ids[:count].tolist()
+    entries = None
+    if state.logprobs is not None and tokens:
+        wide = len(raw) if state.logprobs < 0 else min(state.logprobs, len(raw))
+        top, top_ids = torch.topk(raw, wide)
+        best, best_ids = top.tolist(), top_ids.tolist()
+        own: list[float] = raw[ids[:count]].tolist()
+        ranks = [(raw > value).sum().item() + 1 for value in own]
+        entries = [
+            TokenLogprobs(token, value, int(rank), best_ids, best)
+            for token, value, rank in zip(tokens, own, ranks, strict=True)
+        ]
+    return BeamCandidates(tokens, logprobs[:count], entries)
 
 
 def token_logprobs(
