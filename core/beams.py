@@ -99,7 +99,7 @@ class BeamGroup:
     @property
     def ready(self) -> bool:
         """Whether all beams have one token left to compute: then they step together."""
-        return self.begun and all([b.sequence.running and b.sequence.decoding for b in self.beams])
+        return self.begun and all(b.sequence.running and b.sequence.decoding for b in self.beams)
 
     # ------------------------------------------------------------------------------- choosing
 

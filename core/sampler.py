@@ -8,7 +8,6 @@ vocabulary id) alone, so not on its batch-mates, on chunking or on preemption.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,11 +18,11 @@ import torch
 
 from octavo.core.bad_words import BadWords, VocabularyIndex
 from octavo.core.batch import prompt_logprob_rows
+from octavo.core.beam_candidates import beam_candidates, forked
 from octavo.core.contract import Ops, SampleInputs
 from octavo.core.sequence import Sequence as Seq
 from octavo.core.structured import Grammars, only
 from octavo.core.types import (
-    BeamCandidates,
     Int32,
     Int64,
     ScheduledTokens,
@@ -111,14 +110,7 @@ class DrawState:
 
     def fork(self) -> DrawState:
         """The state of a beam that begins as this one."""
-        other = copy.copy(self)
-        if self.penalties is not None:
-            other.penalties = copy.deepcopy(self.penalties)
-        if self.bad_words is not None:
-            other.bad_words = copy.copy(self.bad_words)
-        if self.grammar is not None:
-            other.grammar = self.grammar.fork()
-        return other
+        return forked(self)
 
 
 class _Neutral:
@@ -478,36 +470,6 @@ class StaticSampler(Sampler):
 
 def _at(index: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.asarray(index, np.int64)).to(like.device)
-
-
-def beam_candidates(
-    scores: torch.Tensor, raw: torch.Tensor, state: DrawState
-) -> BeamCandidates | None:
-    """The most likely next tokens of a beam, so many that all of W beams can go on though each of the
-    tokens that end one stands among them. None where the scores are not finite.
-
-    Args:
-        scores: [V] log-probabilities after what the request forbids, -inf for what cannot come;
-            raw: [V] the same before.
-    """
-    values, ids = torch.topk(scores, min(len(scores), max(2, 1 + state.ends) * state.beams))
-    logprobs: list[float] = values.tolist()
-    if any(math.isnan(value) or value == math.inf for value in logprobs):
-        return None
-    count = sum(value > -math.inf for value in logprobs)
-    tokens: list[int] = ids[:count].tolist()
-    entries = None
-    if state.logprobs is not None and tokens:
-        wide = len(raw) if state.logprobs < 0 else min(state.logprobs, len(raw))
-        top, top_ids = torch.topk(raw, wide)
-        best, best_ids = top.tolist(), top_ids.tolist()
-        own: list[float] = raw[ids[:count]].tolist()
-        ranks = [(raw > value).sum().item() + 1 for value in own]
-        entries = [
-            TokenLogprobs(token, value, int(rank), best_ids, best)
-            for token, value, rank in zip(tokens, own, ranks, strict=True)
-        ]
-    return BeamCandidates(tokens, logprobs[:count], entries)
 
 
 def token_logprobs(
