@@ -78,10 +78,11 @@ def longest(request: Request, limits: SchedulerLimits, lanes: LaneSet, blocks: B
             f"the prompt has {prompt} tokens; at most {room} fit, as the model's context is "
             f"{limits.max_model_len} tokens for prompt and output together",
         )
-    if params.n > limits.max_num_seqs:
+    name = "n" if params.best_of is None else "best_of"
+    if params.width > limits.max_num_seqs:
         raise RequestRefused(
-            "n",
-            f"n={params.n} needs {params.n} sequences at once, this engine runs {limits.max_num_seqs}",
+            name,
+            f"{name}={params.width} needs {params.width} sequences at once, this engine runs {limits.max_num_seqs}",
         )
     _check_lanes(request, lanes)
     max_len = limits.max_model_len
@@ -98,7 +99,23 @@ def longest(request: Request, limits: SchedulerLimits, lanes: LaneSet, blocks: B
             f"tokens, {blocks.block_size} a block), the KV cache has {blocks.usable}; "
             "shorten it or start with a larger --kv-memory",
         )
+    if params.use_beam_search:
+        _check_beams(params.width, prompt, max_len, blocks)
     return max_len
+
+
+def _check_beams(width: int, prompt: int, max_len: int, blocks: BlockManager) -> None:
+    """All beams run together, and share for certain only the prompt's full blocks."""
+    shared = prompt // blocks.block_size
+    need = shared + width * (blocks.blocks_for(stored_tokens(max_len, prompt)) - shared)
+    if need > blocks.usable:
+        raise RequestRefused(
+            "best_of",
+            f"{width} beams need up to {need} KV blocks together ({prompt} prompt tokens and up to "
+            f"{max_len - prompt} output tokens each, {blocks.block_size} a block), the KV cache has "
+            f"{blocks.usable}; ask for fewer beams or a smaller max_tokens, or start with a larger "
+            "--kv-memory",
+        )
 
 
 def _check_lanes(request: Request, lanes: LaneSet) -> None:
@@ -110,13 +127,13 @@ def _check_lanes(request: Request, lanes: LaneSet) -> None:
             "prompt",
             f"the prompt has {prompt} tokens; this device computes prompts whole, of at most {whole} tokens",
         )
-    if params.n > rows:
+    if params.width > rows:
         raise RequestRefused(
-            "n",
-            f"n={params.n} draws {params.n} tokens from one prompt, this device {rows} in a step",
+            "n" if params.best_of is None else "best_of",
+            f"n={params.width} draws {params.width} tokens from one prompt, this device {rows} in a step",
         )
     if params.prompt_logprobs is not None:
-        need = params.n + (prompt if whole is not None else min(prompt, lanes.chunk_multiple))
+        need = params.width + (prompt if whole is not None else min(prompt, lanes.chunk_multiple))
         if need > rows:
             raise RequestRefused(
                 "prompt_logprobs",

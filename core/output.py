@@ -55,6 +55,7 @@ class _Sample:
     __slots__ = (
         "count",
         "cumulative",
+        "cumulative_known",
         "detokenizer",
         "dirty",
         "finish_reason",
@@ -65,6 +66,7 @@ class _Sample:
         "index",
         "logprobs",
         "min_tokens",
+        "score",
         "stop_reason",
         "stops",
         "text",
@@ -103,6 +105,8 @@ class _Sample:
         self.fresh_text: list[str] = []
         self.fresh_logprobs: list[LogprobsAt] = []
         self.cumulative = 0.0
+        self.cumulative_known = params.logprobs is not None or params.use_beam_search
+        self.score: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.dirty = False
@@ -124,10 +128,13 @@ class _Sample:
                 matched = self._flush()
         self.count += used
         self.fresh_ids.extend(ids[:used])
-        if self.logprobs is not None and update.logprobs:
+        if update.logprobs:
             for entry in update.logprobs[:used]:
                 self.cumulative += entry.logprob
-                self.fresh_logprobs.append(logprobs_at(entry, names))
+                if self.logprobs is not None:
+                    self.fresh_logprobs.append(logprobs_at(entry, names))
+        if update.cumulative is not None:
+            self.cumulative, self.score = update.cumulative, update.score
         if matched is not None:
             self.finish_reason, self.stop_reason = "stop", matched
             return update.finish_reason is None
@@ -184,16 +191,18 @@ class _Sample:
             index=self.index,
             text=text,
             token_ids=ids,
-            cumulative_logprob=None if self.logprobs is None else self.cumulative,
+            cumulative_logprob=self.cumulative if self.cumulative_known else None,
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            score=self.score,
         )
 
 
 class _Entry:
     __slots__ = (
         "begun",
+        "best_of",
         "cached",
         "cut",
         "external_id",
@@ -223,8 +232,13 @@ class _Entry:
         self.ids = ids
         self.params = params
         self.kind = params.output_kind
-        self.samples = [_Sample(i, tokenizer, ids, params, shown_special) for i in range(params.n)]
-        self.open = params.n
+        # Of more samples than are asked for the best are given out, when all have ended.
+        self.best_of = params.width > params.n and not params.use_beam_search
+        count = params.width if self.best_of else params.n
+        if self.best_of:
+            self.kind = RequestOutputKind.FINAL_ONLY
+        self.samples = [_Sample(i, tokenizer, ids, params, shown_special) for i in range(count)]
+        self.open = count
         self.prompt_logprobs: list[LogprobsAt | None] | None = None
         self.cached = 0
         self.cut = False  # a stop string ended a sample
@@ -385,6 +399,11 @@ class OutputProcessor:
         if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         samples: Iterable[_Sample] = entry.samples
+        if entry.best_of:
+            ranked = sorted(entry.samples, key=lambda s: -s.cumulative)[: entry.params.n]
+            for index, sample in enumerate(ranked):
+                sample.index, sample.cumulative_known = index, True
+            samples = ranked
         if kind is RequestOutputKind.DELTA:
             samples = [s for s in entry.samples if s.dirty]
         prompt_logprobs = entry.prompt_logprobs
@@ -440,4 +459,5 @@ def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
         ),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        score=last.score,
     )

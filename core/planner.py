@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+from octavo.core import beams as beam
 from octavo.core.admission import SchedulerLimits, stored_tokens
 from octavo.core.blocks import BlockHash, BlockManager, extend_hashes
 from octavo.core.drafting.speculation import Speculation
@@ -64,6 +65,7 @@ class Planner:
         self._short = (
             False  # somebody who runs waits, for blocks that rest or for room in a mixed lane
         )
+        self._rejoining: list[tuple[Sequence, Sequence, int, int]] = []
         self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
 
     def plan(self) -> StepPlan | None:
@@ -128,6 +130,11 @@ class Planner:
                     places -= 1
                 continue
             decodes -= shared and decoding
+            if sequence.beams is not None and sequence.beams.begun:
+                position, places = self._plan_beam(
+                    sequence, position, places, left, mode, (copies, preempted), items, prompts
+                )
+                continue
             apart = not shared and not mode.decodes(sequence)
             if apart:
                 item = self._prompt_tokens(sequence, left, mode.prompt)
@@ -170,6 +177,80 @@ class Planner:
                 )
         return items, prompts
 
+    def _plan_beam(
+        self,
+        sequence: Sequence,
+        position: int,
+        places: int,
+        left: _Left,
+        mode: Mode,
+        changes: tuple[dict[int, int], list[str]],
+        items: list[ScheduledTokens],
+        prompts: list[ScheduledTokens],
+    ) -> tuple[int, int]:
+        """A step of all beams of a group, planned with the first of them in order, or the next part of
+        a beam that is computed again. Returns (next position, places left)."""
+        group = sequence.beams
+        if not group.ready:
+            return self._plan_rejoining(sequence, position, places, left, mode, items, prompts)
+        size = len(group.beams)
+        if mode.decode is None or places < size:
+            self._short |= mode.shared
+            return position + size, places
+        copies, preempted = changes
+        blocks = self.blocks
+        while (need := beam.needed_blocks(self.roster, group)) > blocks.num_free:
+            if need <= blocks.num_free + blocks.num_resting:
+                self._short = True
+                return position + size, places
+            victim = self._victim(position)
+            own = victim.beams is group
+            self.roster.preempt(victim)
+            preempted.append(victim.request.id)
+            if own:
+                return position, places
+        beam.take_step_blocks(self.roster, group, copies)
+        items.extend(ScheduledTokens(s, s.num_computed, 1, 1) for s in group.sequences())
+        return position + size, places - size
+
+    def _plan_rejoining(
+        self,
+        sequence: Sequence,
+        position: int,
+        places: int,
+        left: _Left,
+        mode: Mode,
+        items: list[ScheduledTokens],
+        prompts: list[ScheduledTokens],
+    ) -> tuple[int, int]:
+        count = beam.next_part(sequence)
+        lane = mode.prompt
+        if mode.whole and sequence.num_computed:
+            lane = mode.decode
+        if not count or lane is None:
+            return position + 1, places
+        into_items = lane is mode.decode
+        if not lane.chunked:
+            count = min(count, 1 if sequence.num_computed else lane.tokens)
+        budget = places if into_items else left.tokens
+        if not into_items and not left.seqs:
+            return position + 1, places
+        wanted, count = count, min(count, budget)
+        if count < wanted:
+            count = count - count % lane.chunk_multiple if lane.chunked else 0
+        if count <= 0:
+            self._short |= mode.shared
+            return position + 1, places
+        item = ScheduledTokens(sequence, sequence.num_computed, count, 0)
+        if into_items:
+            items.append(item)
+            places -= count
+        else:
+            prompts.append(item)
+            left.tokens -= count
+            left.seqs -= left.apart
+        return position + 1, places
+
     def _prompt_tokens(
         self, sequence: Sequence, left: _Left, lane: Room | None
     ) -> ScheduledTokens | None:
@@ -200,6 +281,13 @@ class Planner:
             if not count:  # too little room for a part that is not the last
                 return None
         samples = sequence.pending_samples if done and sequence.max_len > sequence.num_tokens else 0
+        if sequence.beams is not None:
+            samples = min(samples, 1)
+            if sequence.beams.begun and done:  # it draws with its group, not now
+                count -= 1
+                samples = 0
+                if not count:
+                    return None
         return ScheduledTokens(sequence, start, count, samples, all_logits)
 
     def _reserve(
@@ -243,7 +331,7 @@ class Planner:
 
     def _victim(self, position: int) -> Sequence:
         for sequence in reversed(self.running[position:]):
-            if sequence.preemptions < MAX_PREEMPTIONS:
+            if sequence.preemptions < MAX_PREEMPTIONS or sequence.beams is not None:
                 return sequence
         return self.running[position]  # only after a fork: a parent's last block is shared again
 
@@ -282,11 +370,16 @@ class Planner:
                 self._no_room = moment
                 return
             item = self._tokens_for(sequence, left.tokens, rows, lane)
-            assert item is not None
             roster.start(sequence)
+            if sequence.beams is not None and sequence.beams.begun:
+                beam.rejoin(roster, sequence.beams, self._rejoining)
             self._no_room = None
             if shares:
                 waiting.promise(sequence)
+            if (
+                item is None
+            ):  # a beam that is computed but for its last token, which has its turn later
+                continue
             items.append(item)
             left.take(item)
 
@@ -313,7 +406,9 @@ class Planner:
         blocks, size = self.blocks, self.blocks.block_size
         target = sequence.num_tokens
         spare = 0
-        if sequence.preemptions >= MAX_PREEMPTIONS:
+        if sequence.beams is not None and sequence.beams.begun:
+            return self._take_group_blocks(sequence, hits)
+        if sequence.preemptions >= MAX_PREEMPTIONS and sequence.beams is None:
             target = stored_tokens(sequence.max_len, sequence.num_prompt)
         elif self.running:
             spare = len(self.running)
@@ -327,6 +422,23 @@ class Planner:
         sequence.add_blocks(blocks.allocate(need))
         sequence.num_computed = len(hits) * size
         self._account_hits(sequence)
+        return True
+
+    def _take_group_blocks(self, leader: Sequence, hits: list[int]) -> bool:
+        """Blocks for all known tokens of a group of beams, which run behind its first one."""
+        blocks = self.blocks
+        needs = beam.rejoin_needs(leader.beams, blocks.block_size)
+        own = blocks.blocks_for(leader.num_tokens) - len(hits)
+        need = own + sum(new for *_, new in needs) + len(self.running)
+        if need + blocks.count_free(hits) > blocks.num_free:
+            return False
+        blocks.acquire(hits)
+        leader.num_remembered = len(hits)
+        leader.add_blocks(hits)
+        leader.add_blocks(blocks.allocate(own))
+        leader.num_computed = len(hits) * blocks.block_size
+        self._account_hits(leader)
+        self._rejoining = needs
         return True
 
     def _account_hits(self, sequence: Sequence) -> None:

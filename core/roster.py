@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from octavo.core.beams import gather
 from octavo.core.blocks import BlockManager
 from octavo.core.outcome import sequence_update
 from octavo.core.sequence import Sequence
@@ -49,6 +50,8 @@ class Roster:
 
     def indices(self, sequence: Sequence) -> list[int]:
         """The samples a sequence stands for: its own, or before the fork all that are wanted."""
+        if sequence.beams is not None:
+            return list(range(sequence.request.params.n))
         if sequence.pending_samples == 1:
             return [sequence.index]
         unwanted = self.groups[sequence.request.id].unwanted
@@ -71,9 +74,10 @@ class Roster:
         self.slots_taken += sequence.pending_samples
         if not sequence.timings.scheduled:
             sequence.timings.scheduled = time.monotonic()
-        self._insert_running(sequence)
+        self.insert_running(sequence)
 
-    def _insert_running(self, sequence: Sequence) -> None:
+    def insert_running(self, sequence: Sequence) -> None:
+        """Puts a sequence at its place among those that run."""
         index = len(self.running)
         while index and self.running[index - 1].key > sequence.key:
             index -= 1
@@ -88,8 +92,10 @@ class Roster:
         self.counts["preemptions"] += 1
 
     def suspend(self, sequence: Sequence) -> None:
-        """A running sequence waits again, without blocks."""
-        self._release(sequence)
+        """A running sequence waits again, without blocks; a beam with its whole group."""
+        if sequence.beams is not None:
+            sequence = gather(self, sequence)
+        self.release(sequence)
         sequence.num_computed = 0
         self.waiting.push(sequence)
 
@@ -104,14 +110,14 @@ class Roster:
             child = sequence.fork(index, self.blocks.blocks_for(sequence.num_computed))
             self.blocks.acquire(child.blocks)
             group.live[index] = child
-            self._insert_running(child)
+            self.insert_running(child)
             family.append(child)
         sequence.pending_samples = 1
         if samples > 1:
             self.slots_taken -= len(group.unwanted)
             if 0 in group.unwanted:
-                self.slots_taken += 1  # which _release gives back
-                self._release(sequence)
+                self.slots_taken += 1  # which release gives back
+                self.release(sequence)
                 del group.live[0]
                 family[0] = None
             group.unwanted.clear()
@@ -130,10 +136,12 @@ class Roster:
 
         Returns the last update of each."""
         group = self.groups[sequence.request.id]
+        if sequence.beams is not None:
+            sequence = gather(self, sequence)
         sequence.timings.finished = time.monotonic()
         indices = self.indices(sequence)
         if sequence.running:
-            self._release(sequence)
+            self.release(sequence)
         else:
             self.waiting.discard(sequence)
         del group.live[sequence.index]
@@ -149,7 +157,8 @@ class Roster:
         ]
         return [first, *siblings]
 
-    def _release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
+        """A running sequence gives up its blocks and its places."""
         self.running.remove(sequence)
         self.slots_taken -= sequence.pending_samples
         sequence.running = False

@@ -163,4 +163,10 @@ def _joined(found: Sequence[StepResult]) -> StepResult:
         for result in found:
             logprobs.extend(result.logprobs or [None] * len(result.tokens))
     prompt = {name: entries for result in found for name, entries in result.prompt_logprobs.items()}
-    return StepResult(np.concatenate([result.tokens for result in found]), logprobs, prompt)
+    candidates = {}
+    before = 0
+    for result in found:
+        candidates.update({before + i: each for i, each in result.candidates.items()})
+        before += len(result.tokens)
+    tokens = np.concatenate([result.tokens for result in found])
+    return StepResult(tokens, logprobs, prompt, candidates)

@@ -18,6 +18,7 @@ import torch
 
 from octavo.core.bad_words import BadWords, VocabularyIndex
 from octavo.core.batch import prompt_logprob_rows
+from octavo.core.beam_candidates import beam_candidates, forked
 from octavo.core.contract import Ops, SampleInputs
 from octavo.core.sequence import Ahead
 from octavo.core.sequence import Sequence as Seq
@@ -90,11 +91,20 @@ class DrawState:
             )
         )
         self.logprobs = params.logprobs
+        if self.logprobs is None and params.width > params.n:
+            self.logprobs = 0  # the best samples are those whose sum is the highest
+        self.beams = params.width if params.use_beam_search else 0
+        self.ends = len(stops)
         self.greedy = params.greedy
         self.temperature = 0.0 if params.greedy else params.temperature
         self.top_k, self.top_p, self.min_p = max(0, params.top_k), params.top_p, params.min_p
         # The most likely of the raw logits, and nothing else: the same whoever the sequence is.
         self.plain = self.greedy and not self.changes_logits and self.logprobs is None
+        self.plain = self.plain and not self.beams
+
+    def fork(self) -> DrawState:
+        """The state of a beam that begins as this one."""
+        return forked(self)
 
 
 class _Neutral:
@@ -185,6 +195,9 @@ class Sampler:
                 sequences.extend([item.sequence] * item.samples)
         wanted = [i for i, state in enumerate(states) if state.logprobs is not None]
         changed = [i for i, state in enumerate(states) if state.changes_logits]
+        beams = [i for i, state in enumerate(states) if state.beams]
+        if beams:  # what changes logits changes log-probabilities here, which are not normed again
+            drawn[beams] = torch.log_softmax(drawn[beams], dim=-1)
         raw = drawn
         if changed:
             raw = drawn.clone() if wanted else drawn
@@ -192,6 +205,9 @@ class Sampler:
         inputs = self._sample_inputs(plan.lane, items, sequences, states, size)
         tokens = self._draw(drawn, inputs)[:count]
         logprobs: list[TokenLogprobs | None] = []
+        candidates = {i: beam_candidates(drawn[i], raw[i], states[i]) for i in beams}
+        if beams:
+            wanted = [i for i in wanted if not states[i].beams]
         if wanted:
             logprobs = [None] * count
             counts = [states[i].logprobs or 0 for i in wanted]
@@ -202,7 +218,8 @@ class Sampler:
                 logprobs[i] = entry
                 if math.isnan(entry.logprob) or math.isnan(sum(entry.top_logprobs)):
                     tokens[i] = -1  # the fault lies in logits that parameters had masked
-        return StepResult(tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+        found = {i: found for i, found in candidates.items() if found is not None}
+        return StepResult(tokens, logprobs, prompt, found)
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Runs the program once for greedy rows alone and once as other rows have it, on these logits
@@ -423,7 +440,10 @@ class StaticSampler(Sampler):
         items = [item for item in plan.items if item.samples]
         count = sum([item.samples for item in items])
         states = [self._state(item.sequence) for item in items for _ in range(item.samples)]
-        plain = [not state.changes_logits and state.logprobs is None for state in states]
+        plain = [
+            not state.changes_logits and state.logprobs is None and not state.beams
+            for state in states
+        ]
         tokens = np.full(count, -1, np.int64)
         if any(plain):
             by: list[Drawing] = [s if p else _NEUTRAL for s, p in zip(states, plain, strict=True)]
@@ -458,7 +478,8 @@ class StaticSampler(Sampler):
             logprobs = [None] * len(tokens)
             for i, entry in zip(drawn, found.logprobs, strict=True):
                 logprobs[i] = entry
-        return StepResult(tokens, logprobs, found.prompt_logprobs)
+        candidates = {drawn[i]: each for i, each in found.candidates.items()}
+        return StepResult(tokens, logprobs, found.prompt_logprobs, candidates)
 
 
 def _at(index: Any, like: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.admission import SchedulerLimits, longest, mixed_seed
+from octavo.core.beams import Beam, BeamGroup, advance
 from octavo.core.blocks import BlockManager, extend_hashes, root_hash
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.outcome import sequence_update, stop_reason
@@ -91,6 +92,8 @@ class Scheduler:
             seed = mixed_seed(self._seed, self._order)
         sequence = Sequence(request, self._order, root, seed & (2**64 - 1), max_len)
         self._order += 1
+        if request.params.use_beam_search:
+            sequence.beams = BeamGroup(request.params, [Beam(sequence)])
         self.roster.add(sequence, held=needs is not None)
         if needs is not None:
             self._needs[sequence] = needs
@@ -129,6 +132,10 @@ class Scheduler:
             if group is None:
                 continue
             for sequence in list(group.live.values()):
+                if sequence.beams is not None:  # its samples are known at its end only
+                    if index is None:
+                        updates.extend(self.roster.finish(sequence, [], "abort", None))
+                    break
                 if index is None:
                     updates.extend(self.roster.finish(sequence, [], "abort", None))
                 elif sequence.index <= index < sequence.index + sequence.pending_samples:
@@ -158,6 +165,8 @@ class Scheduler:
         and no prefix is known. Returns how many ran. It does not count as their preemption."""
         lost = list(self.running)
         for sequence in reversed(lost):
+            if not sequence.running:  # a beam that went with its group
+                continue
             self.roster.suspend(sequence)
         self.blocks.reset_cache()
         return len(lost)
@@ -202,6 +211,7 @@ class Scheduler:
         tokens: list[int] = result.tokens.tolist()
         size, remembers = self.blocks.block_size, self._planner.shares
         now = time.monotonic()
+        beams: dict[BeamGroup, dict[Sequence, Any]] = {}
         row = 0
         for item in plan.items:
             sequence: Sequence = item.sequence
@@ -215,11 +225,16 @@ class Scheduler:
             sequence.num_computed = item.start + item.count
             if remembers and sequence.num_computed // size > sequence.num_remembered:
                 self._remember_full_blocks(sequence)
-            if item.samples != 1 or item.all_logits:
+            if sequence.beams is not None and item.samples:
+                rows = beams.setdefault(sequence.beams, {})
+                rows[sequence] = result.candidates.get(first)
+            elif item.samples != 1 or item.all_logits:
                 self._take_rows(item, result, tokens[first:row], first, now, updates)
             else:
                 logprobs = result.logprobs[first] if result.logprobs else None
                 self._take_token(sequence, tokens[first], logprobs, None, now, updates)
+        for group, rows in beams.items():
+            updates.extend(advance(self.roster, group, rows))
         return updates
 
     def _take_drafted(

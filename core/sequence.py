@@ -30,6 +30,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "beams",
         "block_table",
         "draft_hope",
         "draft_state",
@@ -93,7 +94,8 @@ class Sequence:
         self.num_remembered = 0  # full blocks whose hash the block manager has
         self.num_promised = 0  # full blocks that others may wait for, the remembered included
         self.num_cached = 0
-        self.pending_samples = params.n
+        self.pending_samples = params.width
+        self.beams: Any = None  # the `BeamGroup` it is part of
         # Tokens that may end it; `min_tokens` may still speak against.
         self.ends = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -110,6 +112,7 @@ class Sequence:
         self.draw_state: Any = None  # the sampler's, made when first needed
         self.may_draft = not (
             params.bad_words
+            or params.use_beam_search
             or params.repetition_penalty != 1.0
             or params.presence_penalty
             or params.frequency_penalty

@@ -289,6 +289,13 @@ class GrammarState:
         self._consumed = 0
         self._words = -(-vocab_size // 32)
 
+    def fork(self) -> GrammarState:
+        """A state as far as this one."""
+        other = GrammarState.__new__(GrammarState)
+        other._matcher = self._matcher.deep_copy()
+        other._consumed, other._words = self._consumed, self._words
+        return other
+
     def advance(self, sequence: Seq | Ahead) -> None:
         """Takes the output tokens since the last call, or gives back those that are there no more."""
         if sequence.num_output < self._consumed:

@@ -195,10 +195,15 @@ class SamplingParams(
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         self._check_types()
         _whole("n", self.n, 1, 1024)
+        self._check_search()
         _finite("presence_penalty", self.presence_penalty, -2, 2)
         _finite("frequency_penalty", self.frequency_penalty, -2, 2)
         # A smaller one takes logits beyond what float32 holds.
@@ -245,6 +250,41 @@ class SamplingParams(
                 )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ParamError("allowed_token_ids", "allowed_token_ids must not be empty")
+
+    def _check_search(self) -> None:
+        if self.best_of is not None:
+            _whole("best_of", self.best_of, 1, 1024)
+            if self.best_of < self.n:
+                raise ParamError(
+                    "best_of", f"best_of ({self.best_of}) must be at least n ({self.n})"
+                )
+        _finite("length_penalty", self.length_penalty, -1e3, 1e3)
+        _typed("use_beam_search", self.use_beam_search, bool, "True or False")
+        if type(self.early_stopping) is not bool and self.early_stopping != "never":
+            raise ParamError(
+                "early_stopping",
+                f"early_stopping must be true, false or 'never', got {self.early_stopping!r}",
+            )
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise ParamError(name, f"{name} needs use_beam_search=true")
+            return
+        if self.stops:
+            raise ParamError(
+                "stop", "beam search takes no stop strings: use stop_token_ids, or leave stop out"
+            )
+        if self.prompt_logprobs is not None:
+            raise ParamError(
+                "prompt_logprobs",
+                "beam search gives no prompt_logprobs: ask for them in a request without "
+                "use_beam_search",
+            )
+
+    @property
+    def width(self) -> int:
+        """Sequences that run for one prompt: beams, or samples of which the n best are returned."""
+        return self.best_of or self.n
 
     def _check_types(self) -> None:
         for name in (
@@ -398,6 +438,8 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     )
     num_cached_tokens: int = 0
     timings: Timings | None = None  # with a sample's first and last update, and after preemptions
+    cumulative: float | None = None  # of a beam, whole: the sum of its log-probabilities
+    score: float | None = None  # and what it was ranked by
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +465,7 @@ class CompletionOutput:
     logprobs: list[LogprobsAt] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    score: float | None = None  # of a beam: cumulative_logprob / length ** length_penalty
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -525,6 +568,16 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamCandidates:
+    """The most likely next tokens of a beam, in falling order of log-probability. `entries`: the same as
+    the request's log-probabilities tell it, if it asks for them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    entries: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """A step's tokens on the host.
 
@@ -536,3 +589,4 @@ class StepResult:
     tokens: Int64
     logprobs: Sequence[TokenLogprobs | None] = ()
     prompt_logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
+    candidates: Mapping[int, BeamCandidates] = field(default_factory=dict)  # by place in `tokens`

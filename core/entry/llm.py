@@ -13,6 +13,7 @@ import msgspec
 from octavo.core.config import DEFAULT_MODEL, EngineConfig, prepare_thread_environment
 from octavo.core.engine import ModelInfo
 from octavo.core.entry.bar import Bar
+from octavo.core.entry.beam_search import BeamSearchOutput, BeamSearchParams
 from octavo.core.entry.front import Front, load_front, load_progress
 from octavo.core.entry.inputs import (
     Conversation,
@@ -208,6 +209,20 @@ class LLM:
         [request] = self._requests([ready], sampling_params, RequestOutputKind.DELTA, None)
         for _, output in self._run([ready], [request]):
             yield output
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Prompt | Sequence[PromptInput | Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most likely texts behind each prompt, best first.
+
+        Raises:
+            ParamError: as `generate`; also more beams than the engine can hold at once.
+        """
+        outputs = self.generate(prompts, params.sampling(), use_tqdm)
+        return [BeamSearchOutput.of(output) for output in outputs]
 
     def render_chat(self, messages: Conversation, **options: Any) -> Prompt:
         """A conversation as a prompt for `generate` and `stream`; `options` as those of `chat`."""

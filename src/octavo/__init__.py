@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from octavo.core.entry.async_llm import AsyncLLM
+    from octavo.core.entry.beam_search import BeamSearchOutput, BeamSearchParams
     from octavo.core.entry.llm import LLM
     from octavo.core.types import RequestOutput, SamplingParams
 
@@ -20,9 +21,19 @@ _LAZY = {
     "AsyncLLM": "octavo.core.entry.async_llm",
     "SamplingParams": "octavo.core.types",
     "RequestOutput": "octavo.core.types",
+    "BeamSearchOutput": "octavo.core.entry.beam_search",
+    "BeamSearchParams": "octavo.core.entry.beam_search",
 }
 
-__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -263,7 +263,7 @@ def test_bad_ids_never_reach_a_step(prompt: list[Any], params: dict, param: str)
         ({"bad_words": {"a"}}, "bad_words"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"output_kind": 1}, "output_kind"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 0}, "best_of"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )

@@ -58,8 +58,9 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
         # What is not there is not ignored.
         ({"prompt": "x", "suffix": "end"}, "suffix"),
-        ({"prompt": "x", "best_of": 2}, "best_of"),
-        ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "x", "n": 3, "best_of": 2}, "best_of"),
+        ({"prompt": "x", "use_beam_search": True, "stop": "x"}, "stop"),
+        ({"prompt": "x", "n": 1, "best_of": 2, "stream": True}, "best_of"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "x", "stream": True, "stream_options": {"usage": 1}}, "stream_options.usage"),
         ({"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),

@@ -37,6 +37,10 @@ SAMPLING: dict[str, tuple[str, str]] = {
         'what an answer has to be: {"json": SCHEMA}, {"regex": "…"}, {"choice": […]}, {"grammar": "…"} or '
         '{"json_object": true}, or @FILE that holds it',
     ),
+    "best_of": ("int", "samples to draw, or beams, of which the best n are shown"),
+    "use_beam_search": ("bool", "search for the most likely texts with best_of (or n) beams"),
+    "length_penalty": ("float", "of beams: above 0 favours long texts, below 0 short ones"),
+    "early_stopping": ("early", "of beams: true, false or never"),
     "truncate_prompt_tokens": ("int", "keep as many last tokens of a prompt; -1: what fits"),
 }
 CHAT = (*list(SAMPLING)[:13], "seed")
@@ -44,6 +48,7 @@ CHAT = (*list(SAMPLING)[:13], "seed")
 
 _METAVARS = {"int": "INT", "float": "FLOAT", "texts": "TEXT", "ids": "ID", "bias": "ID:BIAS"}
 _METAVARS["grammar"] = "JSON"
+_METAVARS["early"] = "WHEN"
 _WORDS = {"true": True, "on": True, "yes": True, "1": True} | {
     "false": False, "off": False, "no": False, "0": False,
 }  # fmt: skip
@@ -91,7 +96,18 @@ def _grammar(text: str) -> Any:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-_TYPES: dict[str, Any] = {"float": float, "texts": str, "bias": _bias, "grammar": _grammar}
+def _early(text: str) -> bool | str:
+    if text not in ("true", "false", "never"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not true, false or never")
+    return text if text == "never" else text == "true"
+
+
+_TYPES: dict[str, Any] = {"early": _early} | {
+    "float": float,
+    "texts": str,
+    "bias": _bias,
+    "grammar": _grammar,
+}
 
 
 def sampling_values(options: argparse.Namespace) -> dict[str, Any]:

@@ -53,6 +53,8 @@ _PROMPT = {
 }
 # Bounds that `SamplingParams` and the handlers hold requests to, beside the types.
 _BOUNDS: dict[str, dict[str, Any]] = {
+    "best_of": {"minimum": 1, "maximum": 1024},
+    "length_penalty": {"minimum": -1000, "maximum": 1000},
     "n": {"minimum": 1, "maximum": 1024},
     "max_tokens": {"minimum": 0},
     "max_completion_tokens": {"minimum": 1},
@@ -159,7 +161,13 @@ def _describe(component: dict[str, Any], reference: dict[Any, Any]) -> None:
     if "tools" in properties:
         tools = {"type": "array", "items": reference[schema.Tool], "maxItems": MAX_TOOLS}
         properties["tools"] = {"anyOf": [tools, {"type": "null"}], "default": None}
-    if "best_of" in properties:  # completions
+    if "early_stopping" in properties:
+        early = {
+            "anyOf": [{"type": "boolean"}, {"const": "never"}, {"type": "null"}],
+            "default": None,
+        }
+        properties["early_stopping"] = early
+    if "suffix" in properties:  # completions
         properties["prompt"] = _PROMPT
         component["required"] = [*component.get("required", ()), "prompt"]
     if "tokens" in properties:

@@ -24,12 +24,10 @@ MAX_LOGIT_BIAS = 1024
 # Fields without an implementation: the values that ask for nothing, besides null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
@@ -46,7 +44,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -74,6 +71,10 @@ _SAMPLING = (
     "spaces_between_special_tokens",
     "truncate_prompt_tokens",
     "allowed_token_ids",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
 )
 
 
@@ -113,6 +114,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -134,7 +139,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     # Known, and refused unless neutral.
     documents: Any = None
     kv_transfer_params: Any = None
-    length_penalty: Any = None
     logprob_token_ids: Any = None
     prompt_embeds: Any = None
     repetition_detection: Any = None
@@ -143,7 +147,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     stream_interval: Any = None
     thinking_token_budget: Any = None
     truncation_side: Any = None
-    use_beam_search: Any = None
     vllm_xargs: Any = None
     watermarking: Any = None
 
@@ -166,6 +169,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
                 "stream_options.include_obfuscation",
                 "include_obfuscation is not supported by this server; leave it out",
                 "unsupported",
+            )
+        if self.stream and not self.use_beam_search and (self.best_of or 1) > (self.n or 1):
+            raise bad_request(
+                "best_of",
+                f"best_of={self.best_of} with n={self.n or 1} cannot be streamed: which samples are the "
+                "best is known at the end. Set stream=false, or best_of to n",
             )
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request(
@@ -262,7 +271,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     prompt: Any = None
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: Any = None
     suffix: Any = None
 
     def sampling(self, defaults: Any) -> SamplingParams:
