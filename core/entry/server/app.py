@@ -24,6 +24,7 @@ from octavo.core.entry.server.http import Answer, Call, Endpoint, error_headers
 from octavo.core.entry.server.metrics import Metrics
 from octavo.core.entry.server.openapi import document
 from octavo.core.entry.server.protocol import DetokenizeRequest, TokenizeRequest
+from octavo.core.entry.server.responses import responses
 from octavo.core.entry.server.state import ServerState
 from octavo.core.entry.server.tools import checked_tools
 
@@ -61,6 +62,7 @@ def build_app(state: ServerState) -> ASGIApp:
         routes=[
             post("/v1/chat/completions", chat_completions),
             post("/v1/completions", completions),
+            post("/v1/responses", responses),
             post("/tokenize", _tokenize),
             post("/detokenize", _detokenize),
             get("/v1/models", _models),

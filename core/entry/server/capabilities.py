@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 import octavo
 from octavo.core.entry.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
+from octavo.core.entry.server.responses_request import ResponsesRequest
 from octavo.core.entry.server.state import ServerState
 from octavo.plugins.conformance.support import of_capabilities
 
@@ -60,6 +61,7 @@ def capabilities(state: ServerState, request: Request) -> dict[str, Any]:
             "lenient": state.lenient,
             "/v1/chat/completions": honoured(ChatRequest),
             "/v1/completions": honoured(CompletionRequest),
+            "/v1/responses": sorted(ResponsesRequest.honoured()),
         },
     }
 

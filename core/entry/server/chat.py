@@ -123,7 +123,7 @@ def _fitted(
     return messages, tools
 
 
-class _Choice:
+class Choice:
     """One sample: its text taken apart, and the tokens of its reasoning counted."""
 
     def __init__(self, reading: Reading, include_reasoning: bool, tokenizer: Any) -> None:
@@ -152,7 +152,7 @@ class _ChatAnswer:
         self._names = TokenNames(self._tokenizer, bool(request.return_tokens_as_token_ids))
         self._usage = Usage(call)
         self._report = Report(request.include_metrics, params)
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, Choice] = {}
         if reading.reasoning is not None:
             self._usage.reasoning = {}
 
@@ -167,11 +167,11 @@ class _ChatAnswer:
             counter.add(sample.token_ids)
             self._usage.reasoning[sample.index] = counter.count
 
-    def _choice(self, sample: CompletionOutput) -> _Choice:
+    def _choice(self, sample: CompletionOutput) -> Choice:
         choice = self._choices.get(sample.index)
         if choice is None:
             shown = self._request.include_reasoning is not False
-            choice = self._choices[sample.index] = _Choice(self._reading, shown, self._tokenizer)
+            choice = self._choices[sample.index] = Choice(self._reading, shown, self._tokenizer)
         return choice
 
     async def whole(self, envelope: Envelope, outputs: Outputs) -> bytes:

@@ -9,6 +9,7 @@ import msgspec
 
 import octavo
 from octavo.core.entry.server import protocol, schema
+from octavo.core.entry.server.responses_request import NEUTRAL, ResponsesRequest
 from octavo.core.entry.server.tools import MAX_TOOLS
 from octavo.core.types import MAX_LOGPROBS
 
@@ -22,6 +23,10 @@ _ROUTES: tuple[tuple[str, str, str, Any, Any, Any, tuple[int, ...]], ...] = (
     (
         "/v1/completions", "post", "Complete prompts",
         protocol.CompletionRequest, schema.Completion, schema.Completion, _GENERATION_ERRORS,
+    ),
+    (
+        "/v1/responses", "post", "Answer items by items",
+        ResponsesRequest, schema.Response, schema.ResponseEvent, _GENERATION_ERRORS,
     ),
     ("/tokenize", "post", "Text or a conversation to token ids",
      protocol.TokenizeRequest, schema.Tokens, None, (400, 404, 413, 503)),
@@ -58,6 +63,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "n": {"minimum": 1, "maximum": 1024},
     "max_tokens": {"minimum": 0},
     "max_completion_tokens": {"minimum": 1},
+    "max_output_tokens": {"minimum": 1},
     "temperature": {"minimum": 0},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": 2**31 - 1},
@@ -124,7 +130,8 @@ def _operation(
     if answer is not None:
         content = {"application/json": {"schema": reference[answer]}}
     if event is not None:
-        text = f"with stream=true: `data:` events, each a {event.__name__} or an Error, then [DONE]"
+        text = f"with stream=true: `data:` events, each a {event.__name__} or an Error"
+        text += "" if event is schema.ResponseEvent else ", then [DONE]"
         content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
     failed = {"application/json": {"schema": reference[schema.Error]}}
     answers = {"200": {"description": "done", "content": content}}
@@ -158,7 +165,11 @@ def _describe(component: dict[str, Any], reference: dict[Any, Any]) -> None:
         item = reference[schema.Message]
         messages: dict[str, Any] = {"type": "array", "items": item, "minItems": 1}
         properties["messages"] = messages if required else {"anyOf": [messages, {"type": "null"}]}
-    if "tools" in properties:
+    if "input" in properties:
+        for name, neutral in NEUTRAL.items():
+            known = {"enum": [None, *neutral], "default": None, "description": "not supported"}
+            properties[name] = known
+    elif "tools" in properties:
         tools = {"type": "array", "items": reference[schema.Tool], "maxItems": MAX_TOOLS}
         properties["tools"] = {"anyOf": [tools, {"type": "null"}], "default": None}
     if "early_stopping" in properties:

@@ -121,6 +121,8 @@ class RequestMetrics(_Answer):
     cached_tokens: int
     recomputed_tokens: int
     preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 class CompletionLogprobs(_Answer):
@@ -271,6 +273,54 @@ class ChatCompletionChunk(_Answer):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     metrics: RequestMetrics | None = None
+
+
+class ResponseUsage(_Answer):
+    """Tokens, in the words of /v1/responses."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class Response(_Answer):
+    """Answer of /v1/responses. `output` holds items of the types message, reasoning and function_call."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete", "in_progress", "failed"]
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    tool_choice: Any
+    tools: list[Any]
+    usage: ResponseUsage | None
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    previous_response_id: None
+    reasoning: dict[str, Any]
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None
+
+
+class ResponseEvent(_Answer):
+    """An event of a response that streams: its type says which further fields it has."""
+
+    type: str
+    sequence_number: int
 
 
 class Model(_Answer):
