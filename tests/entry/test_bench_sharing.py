@@ -47,7 +47,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     main(
         [
             *f"bench sharing {config.parent} --device cpu --dtype float32".split(),
-            *"--width 2,4 --requests 2 --sampled-requests 20 --max-output 40 --markdown".split(),
+            *("--width", "2,4", "--requests", "2", "--sampled-requests", "20"),
+            *("--max-output", "40", "--markdown"),
             *("--json", str(path), "--plot", str(tmp_path / "figures")),
         ]
     )

@@ -81,9 +81,7 @@ def capped(trace: Iterable[Lengths], most: int) -> list[Lengths]:
     return [Lengths(lengths.prompt, min(most, lengths.output)) for lengths in trace]
 
 
-def _saving(
-    kind: str, name: str, width: int, trace: Sequence[Lengths], counter: Counter
-) -> Saving:
+def _saving(kind: str, name: str, width: int, trace: Sequence[Lengths], counter: Counter) -> Saving:
     return Saving(
         kind,
         name,
