@@ -258,6 +258,8 @@ def _joined_timings(samples: list[_Sample], newest: Timings) -> Timings:
         num_recomputed_tokens=sum(timings.num_recomputed_tokens for timings in known),
         num_drafted_tokens=sum(timings.num_drafted_tokens for timings in known),
         num_accepted_tokens=sum(timings.num_accepted_tokens for timings in known),
+        peak_blocks=max(timings.peak_blocks for timings in known),
+        peak_logical_blocks=max(timings.peak_logical_blocks for timings in known),
     )
 
 

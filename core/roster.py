@@ -16,6 +16,7 @@ from octavo.core.beams import gather
 from octavo.core.blocks import BlockManager
 from octavo.core.outcome import sequence_update
 from octavo.core.sequence import Sequence
+from octavo.core.sharing import Peak
 from octavo.core.stats import SchedulerStats, unfilled_slots
 from octavo.core.types import FinishReason, Request, SequenceUpdate, TokenLogprobs
 from octavo.core.waiting import WaitingQueue
@@ -28,6 +29,7 @@ class Group:
     request: Request
     live: dict[int, Sequence] = field(default_factory=dict)
     unwanted: set[int] = field(default_factory=set)
+    peak: Peak = field(default_factory=Peak)
 
 
 class Roster:
@@ -38,6 +40,7 @@ class Roster:
         self.running: list[Sequence] = []  # in order of service
         self.waiting = WaitingQueue()
         self.groups: dict[str, Group] = {}
+        self.families: dict[str, Group] = {}  # those of more than one sample or beam
         self.slots_taken = 0  # sequences running, forks to come included
         self.steps = 0
         self.counts: Counter[str] = Counter()  # of what `stats` tells
@@ -64,7 +67,9 @@ class Roster:
         request = sequence.request
         self.counts["requests"] += 1
         self.counts["prompt"] += sequence.num_prompt
-        self.groups[request.id] = Group(request, {0: sequence})
+        self.groups[request.id] = group = Group(request, {0: sequence})
+        if request.params.width > 1:
+            self.families[request.id] = group
         (self.waiting.hold if held else self.waiting.push)(sequence)
 
     def start(self, sequence: Sequence) -> None:
@@ -147,8 +152,10 @@ class Roster:
         del group.live[sequence.index]
         if not group.live:
             del self.groups[sequence.request.id]
+            self.families.pop(sequence.request.id, None)
             self.finished[reason] += 1
         timings = sequence.timings
+        group.peak.tell(timings)
         first = sequence_update(
             sequence, tokens, logprobs, prompt_logprobs, timings, reason, stop, indices[0]
         )
@@ -202,6 +209,8 @@ class Roster:
             BlockAuditError, AssertionError: what does not hold.
         """
         live = list(self.sequences())
+        wide = {name for name, group in self.groups.items() if group.request.params.width > 1}
+        assert self.families.keys() == wide, "families are stale"
         self.blocks.check([s.blocks for s in live])
         assert {id(s) for s in self.running} == {id(s) for s in live if s.running}, (
             "running list is stale"

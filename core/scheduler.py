@@ -208,6 +208,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Takes a step's tokens: advances, remembers full blocks, forks samples, finishes, frees."""
         updates: list[SequenceUpdate] = []
+        for family in self.roster.families.values():
+            family.peak.note(family.live.values())
         tokens: list[int] = result.tokens.tolist()
         size, remembers = self.blocks.block_size, self._planner.shares
         now = time.monotonic()

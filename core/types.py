@@ -393,6 +393,10 @@ class Timings(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_recomputed_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # of those drafted
+    # Of several samples or beams, known at their end: the most KV blocks that they held at once, and how
+    # many they would have held without sharing. 0 where there was never more than one at a time.
+    peak_blocks: int = 0
+    peak_logical_blocks: int = 0
 
     @property
     def queue_time(self) -> float:

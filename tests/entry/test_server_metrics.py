@@ -10,6 +10,9 @@ import httpx
 import openai
 from scrape import check_identities, numbers, reasons, wait_for
 
+from octavo.core.entry.server.answer import Report
+from octavo.core.types import RequestOutput, SamplingParams, Timings
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -80,6 +83,7 @@ def test_a_request_tells_where_its_time_went(client: openai.OpenAI) -> None:
     assert set(chat.metrics) == {
         *("stopped_by", "queued_seconds", "prefill_seconds", "time_to_first_token_seconds"),
         *("decode_seconds", "total_seconds", "cached_tokens", "recomputed_tokens", "preemptions"),
+        *("drafted_tokens", "accepted_tokens"),
     }
     assert 0 < chat.metrics["decode_seconds"] <= chat.metrics["total_seconds"] < 10
     for fields, why in (
@@ -108,3 +112,17 @@ def test_a_stream_tells_it_in_one_more_chunk(http: httpx.Client) -> None:
             assert last["choices"] == [] and last["metrics"]["stopped_by"] == ["eos"]
             assert ("usage" in last) == bool(usage)
             assert not any('"metrics"' in line for line in lines[:-2])
+
+
+def test_blocks_are_told_where_there_was_someone_to_share_them() -> None:
+    for timings, told in (
+        (Timings(), {}),
+        (
+            Timings(peak_blocks=9, peak_logical_blocks=20),
+            {"peak_blocks": 9, "peak_logical_blocks": 20},
+        ),
+    ):
+        report = Report(True, SamplingParams(n=4))
+        report.add(0, RequestOutput("a", "x", [1], [], True, metrics=timings))
+        metrics = report.fields()["metrics"]
+        assert {name: metrics[name] for name in metrics if name.startswith("peak")} == told

@@ -20,6 +20,7 @@ from octavo.core.entry.cli import (
     bench_scaling,
     bench_scheduler,
     bench_serve,
+    bench_sharing,
     bench_speculation,
     bench_startup,
 )
@@ -46,6 +47,7 @@ _KINDS = {
     "linear": bench_linear,
     "scaling": bench_scaling,
     "speculation": bench_speculation,
+    "sharing": bench_sharing,
 }
 
 

@@ -140,6 +140,9 @@ class Report:
                 "drafted_tokens": times.num_drafted_tokens,
                 "accepted_tokens": times.num_accepted_tokens,
             }
+            if times.peak_logical_blocks:
+                report["peak_blocks"] = times.peak_blocks
+                report["peak_logical_blocks"] = times.peak_logical_blocks
         return report
 
 
