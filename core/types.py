@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 BatchKind = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+MissReason = Literal["diverged", "evicted", "salted", "below_block", "prompt_logprobs", "off"]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -351,6 +352,7 @@ class Timings(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    cache_miss: MissReason | None = None  # why the prompt behind its cached tokens was computed
 
     @property
     def queue_time(self) -> float:
