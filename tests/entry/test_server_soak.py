@@ -218,8 +218,8 @@ def test_usage_and_metrics_of_one_request(slow: Any) -> None:
     details = [a["usage"]["prompt_tokens_details"] for a in answers]
     assert details[1]["cached_tokens"] == 32
     assert [d["cache_misses"] for d in details] == [
-        [{"prompt": 0, "reason": "diverged", "at_token": 0, "tokens": 40}],
-        [{"prompt": 0, "reason": "below_block", "at_token": 32, "tokens": 8}],
+        [{"prompt": 0, "reason": "diverged", "at_token": 0, "tokens": 41}],
+        [{"prompt": 0, "reason": "below_block", "at_token": 32, "tokens": 9}],
     ]
     first = answers[0]["metrics"]
     assert first["queued_seconds"] + first["prefill_seconds"] == pytest.approx(
