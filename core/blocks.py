@@ -56,6 +56,10 @@ class OutOfBlocks(RuntimeError):
     """More blocks asked for than are free: the caller did not check `num_free`."""
 
 
+_EVICTED_PER_BLOCK = 4
+"""Hashes of evicted blocks that are remembered, for each block in the pool."""
+
+
 class BlockAuditError(AssertionError):
     """`BlockManager.check` found an invariant broken."""
 
@@ -91,6 +95,7 @@ class BlockManager:
         self._cached: dict[BlockHash, int] = {}
         self._unhashed = list(range(num_blocks - 1, 0, -1))  # a stack: the last is taken first
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()  # known once; oldest first
         self._rest, self._drain = rest, drain
         self._resting: OrderedDict[int, int] = OrderedDict()  # block -> the step it was freed in
         self._step = 0
@@ -160,8 +165,7 @@ class BlockManager:
                 block = self._unhashed.pop()
             else:
                 block, _ = self._evictable.popitem(last=False)
-                self._forget(block)
-                self.evictions += 1
+                self._evict(block)
             self._refs[block] = 1
             taken.append(block)
         return taken
@@ -244,19 +248,30 @@ class BlockManager:
         if self.prefix_caching and self._hash_of[block] is None and key not in self._cached:
             self._cached[key] = block
             self._hash_of[block] = key
+            if self._evicted:
+                self._evicted.pop(key, None)
 
     def reset_cache(self) -> None:
         """Forgets every hash; blocks in use stay with their owners."""
         self._cached.clear()
+        self._evicted.clear()
         self._hash_of = [None] * self.num_blocks
         self._unhashed.extend(self._evictable)
         self._evictable.clear()
 
-    def _forget(self, block: int) -> None:
+    def was_evicted(self, key: BlockHash) -> bool:
+        """Whether a block was known by this hash and had to go. A bounded number is remembered."""
+        return key in self._evicted
+
+    def _evict(self, block: int) -> None:
         key = self._hash_of[block]
-        if key is not None:
-            del self._cached[key]
-            self._hash_of[block] = None
+        assert key is not None
+        del self._cached[key]
+        self._hash_of[block] = None
+        self.evictions += 1
+        self._evicted[key] = None
+        if len(self._evicted) > _EVICTED_PER_BLOCK * self.num_blocks:
+            self._evicted.popitem(last=False)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Audits every invariant against the block tables of all live sequences.
@@ -290,5 +305,9 @@ class BlockManager:
         index = {key: b for b, key in enumerate(self._hash_of) if key is not None}
         if index != self._cached:
             problems.append("hashes and their index differ")
+        if not self._evicted.keys().isdisjoint(self._cached):
+            problems.append("a cached block counts as evicted")
+        if len(self._evicted) > _EVICTED_PER_BLOCK * self.num_blocks:
+            problems.append("too many evicted blocks are remembered")
         if problems:
             raise BlockAuditError("; ".join(problems[:10]))

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from octavo.core import beams as beam
 from octavo.core.admission import SchedulerLimits, stored_tokens
 from octavo.core.blocks import BlockHash, BlockManager, extend_hashes
+from octavo.core.cache_reasons import miss_reason
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.lanes import LaneSet, Mode, Room
 from octavo.core.roster import Roster
@@ -449,6 +450,9 @@ class Planner:
         sequence.timings.num_cached_tokens = sequence.num_computed
         self.roster.counts["query"] += sequence.num_tokens
         self.roster.counts["hit"] += sequence.num_computed
+        reason = miss_reason(sequence, self.blocks, self.shares)
+        sequence.timings.cache_miss = reason
+        self.roster.misses[reason] += sequence.num_tokens - sequence.num_computed
 
 
 def _count_decoding(sequences: SequenceOf[Sequence]) -> int:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import get_args
 
 import msgspec
 
@@ -18,7 +19,7 @@ from octavo.core.outcome import sequence_update
 from octavo.core.sequence import Sequence
 from octavo.core.sharing import Peak
 from octavo.core.stats import SchedulerStats, unfilled_slots
-from octavo.core.types import FinishReason, Request, SequenceUpdate, TokenLogprobs
+from octavo.core.types import FinishReason, MissReason, Request, SequenceUpdate, TokenLogprobs
 from octavo.core.waiting import WaitingQueue
 
 
@@ -44,6 +45,7 @@ class Roster:
         self.slots_taken = 0  # sequences running, forks to come included
         self.steps = 0
         self.counts: Counter[str] = Counter()  # of what `stats` tells
+        self.misses: dict[MissReason, int] = dict.fromkeys(get_args(MissReason), 0)  # tokens
         self.finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
 
     def sequences(self) -> Iterator[Sequence]:
@@ -198,6 +200,7 @@ class Roster:
             output_tokens=counts["output"],
             prefix_query_tokens=counts["query"],
             prefix_hit_tokens=counts["hit"],
+            prefix_miss_tokens=dict(self.misses),
             prefix_waits=self.waiting.prefix_waits,
             finished=dict(self.finished),
         )

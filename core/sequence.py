@@ -205,6 +205,7 @@ class Sequence:
             queued=self.timings.queued,
             scheduled=self.timings.scheduled,
             num_cached_tokens=self.timings.num_cached_tokens,
+            cache_miss=self.timings.cache_miss,
         )
         child.pending_samples = 1
         child.draw_state = child.draft_state = None

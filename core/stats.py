@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from octavo.core.sequence import Sequence
+from octavo.core.types import MissReason
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    prefix_miss_tokens: dict[MissReason, int]  # by reason; with the hits all that were queried
     prefix_waits: int  # times that a sequence was made to wait for a prefix
     finished: dict[str, int]
     drafts: int = 0

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 BatchKind = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+MissReason = Literal["diverged", "evicted", "salted", "below_block", "prompt_logprobs", "off"]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -397,6 +398,7 @@ class Timings(msgspec.Struct, kw_only=True, omit_defaults=True):
     # many they would have held without sharing. 0 where there was never more than one at a time.
     peak_blocks: int = 0
     peak_logical_blocks: int = 0
+    cache_miss: MissReason | None = None  # why the prompt behind its cached tokens was computed
 
     @property
     def queue_time(self) -> float:

@@ -112,6 +112,8 @@ def test_any_scenario_over_lanes(scenario: Scenario, dice: random.Random) -> Non
 def count(steps: int, r: Rig) -> None:
     _steps.append(steps)
     stats = r.scheduler.stats()
+    missed = sum(stats.prefix_miss_tokens.values())
+    assert stats.prefix_hit_tokens + missed == stats.prefix_query_tokens
     for name in ("preemptions", "evictions", "prefix_hit_tokens", "prefix_waits"):
         _seen[name] += getattr(stats, name)
     _seen["copies"] += r.runner.copies

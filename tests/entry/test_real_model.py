@@ -129,6 +129,23 @@ def test_cache_salts_keep_prefixes_apart(real: openai.OpenAI) -> None:
     assert [cached(s) for s in ("a", "a", "b", None, None, "b")] == [0, 32, 0, 0, 32, 32]
 
 
+def test_the_next_turn_of_a_chat_finds_the_answer_in_the_cache(real: openai.OpenAI) -> None:
+    """Through the model's own chat template, which spells the answer again as part of the prompt."""
+    turns: Any = [{"role": "user", "content": "Tell me in two sentences why the sky is blue."}]
+    first = chat(real, messages=turns, max_tokens=64)
+    turns += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And at sunset?"},
+    ]
+    usage = chat(real, messages=turns, max_tokens=1).usage
+    computed = first.usage.total_tokens - 1  # the last token drawn is never run through the model
+    details = usage.prompt_tokens_details
+    assert details.cached_tokens == computed // 16 * 16
+    assert details.cached_tokens >= first.usage.prompt_tokens + 16
+    [miss] = details.cache_misses  # the official client keeps fields it does not know
+    assert miss["tokens"] == usage.prompt_tokens - details.cached_tokens
+
+
 def test_refusals_leave_others_alone(real: openai.OpenAI) -> None:
     bad = [{"191222": -100}, {"AI": -100}, {"-1": 1}, {"5": 1e9}]
 

@@ -215,7 +215,12 @@ def test_usage_and_metrics_of_one_request(slow: Any) -> None:
         answers = [http.post(COMPLETIONS, json=body).json() for _ in range(2)]
         after = wait_for(http, is_quiet)
     assert [a["metrics"]["cached_tokens"] for a in answers] == [0, 32]
-    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    details = [a["usage"]["prompt_tokens_details"] for a in answers]
+    assert details[1]["cached_tokens"] == 32
+    assert [d["cache_misses"] for d in details] == [
+        [{"prompt": 0, "reason": "diverged", "at_token": 0, "tokens": 41}],
+        [{"prompt": 0, "reason": "below_block", "at_token": 32, "tokens": 9}],
+    ]
     first = answers[0]["metrics"]
     assert first["queued_seconds"] + first["prefill_seconds"] == pytest.approx(
         first["time_to_first_token_seconds"]

@@ -10,7 +10,7 @@ import msgspec
 
 from octavo.core.entry.server.errors import ApiError
 from octavo.core.entry.server.http import Call
-from octavo.core.types import CompletionOutput, RequestOutput, SamplingParams
+from octavo.core.types import CompletionOutput, MissReason, RequestOutput, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
 
@@ -21,6 +21,7 @@ class Usage:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._prompts: dict[int, tuple[int, int]] = {}
+        self._misses: dict[int, MissReason] = {}
         self._completion = 0
         self.reasoning: dict[int, int] | None = None
         """Tokens of each sample's reasoning, where reasoning is told apart."""
@@ -33,6 +34,8 @@ class Usage:
         if prompt_index not in self._prompts:
             call.prompt_tokens = (call.prompt_tokens or 0) + length
         self._prompts[prompt_index] = (length, cached)
+        if (times := output.metrics) is not None and times.cache_miss is not None:
+            self._misses[prompt_index] = times.cache_miss
         self._completion += sum(len(sample.token_ids) for sample in output.outputs)
         call.output_tokens = self._completion
 
@@ -48,7 +51,17 @@ class Usage:
             "completion_tokens": self._completion,
             "total_tokens": prompt + self._completion,
             "prompt_tokens_details": {
-                "cached_tokens": sum(cached for _, cached in self._prompts.values())
+                "cached_tokens": sum(cached for _, cached in self._prompts.values()),
+                "cache_misses": [
+                    {
+                        "prompt": index,
+                        "reason": reason,
+                        "at_token": cached,
+                        "tokens": tokens - cached,
+                    }
+                    for index, reason in sorted(self._misses.items())
+                    for tokens, cached in (self._prompts[index],)
+                ],
             },
             **details,
         }

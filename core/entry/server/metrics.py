@@ -150,6 +150,13 @@ def _engine_metrics(stats: dict[str, Any]) -> Iterable[Metric]:
     for name, (stem, text) in _COUNTERS.items():
         if name in stats:
             yield CounterMetricFamily(f"octavo_{stem}", text, stats[name])
+    if "prefix_miss_tokens" in stats:
+        misses = CounterMetricFamily(
+            "octavo_prefix_cache_misses", "Prompt tokens looked up and not found", labels=["reason"]
+        )
+        for reason, number in stats["prefix_miss_tokens"].items():
+            misses.add_metric([reason], number)
+        yield misses
 
 
 def _request_metrics(stats: RequestStats) -> Iterable[Metric]:

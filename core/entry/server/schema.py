@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.core.types import MissReason
+
 Role = Literal["developer", "system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "abort"]
 ChatFinish = Literal["stop", "length", "tool_calls", "abort"]
@@ -85,10 +87,21 @@ class Error(_Answer):
     error: ErrorDetails
 
 
+class CacheMiss(_Answer):
+    """Why the last `tokens` tokens of a prompt, from `at_token` on, were not in the prefix cache."""
+
+    prompt: int
+    reason: MissReason
+    at_token: int
+    tokens: int
+
+
 class PromptTokensDetails(_Answer):
-    """cached_tokens: prompt tokens that were found in the prefix cache."""
+    """cached_tokens: prompt tokens that were found in the prefix cache; cache_misses: by prompt, why
+    the rest were not."""
 
     cached_tokens: int
+    cache_misses: list[CacheMiss]
 
 
 class CompletionTokensDetails(_Answer):
