@@ -118,6 +118,8 @@ def _second_model(
         for name, table in model.tables(made.limits.max_model_len).items():
             weights[name] = table.to(target.ops.device)
     phases.notes.append(f"drafts: by {files.name}, {made.shape.num_parameters:,} parameters")
+    taken = wiring.weight_bytes(placed, target.ops, made.dtype)
+    target = replace(target, free=max(0, target.free - taken))
     return _drafter(other, made, files, weights, target)
 
 

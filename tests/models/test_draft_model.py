@@ -73,10 +73,17 @@ OWN = {"method": "self", "num_layers": 1}
 ALL = {"method": "self", "num_layers": 3}
 
 
+@pytest.mark.parametrize("device", ["reference", "cpu"])
 @pytest.mark.parametrize("asked", [SAME, ALL], ids=["the same model", "all layers"])
-def test_who_knows_it_all_is_always_right(models: dict[str, Path], asked: dict[str, Any]) -> None:
-    made = drafting(models, asked)
-    run(made, greedy("a", [1, 2, 3], 41, ignore_eos=True), greedy("b", [9] * 30, 41, ignore_eos=True))
+def test_who_knows_it_all_is_always_right(
+    models: dict[str, Path], asked: dict[str, Any], device: str
+) -> None:
+    made = drafting(models, asked, device=device)
+    run(
+        made,
+        greedy("a", [1, 2, 3], 41, ignore_eos=True),
+        greedy("b", [9] * 30, 41, ignore_eos=True),
+    )
     stats = made.stats()
     assert stats.drafted_tokens == stats.accepted_tokens > 50
     check_drafter(made)
