@@ -157,7 +157,7 @@ def test_another_vocabulary_is_refused(models: dict[str, Path]) -> None:
     vocab = known["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     file.write_text(json.dumps(known))
-    with pytest.raises(ConfigError, match="its token .* is b'[ab]', that of target is b'[ab]'"):
+    with pytest.raises(ConfigError, match=r"its token .* is b'[ab]', that of target is b'[ab]'"):
         drafting(models, {"method": "draft_model", "model": "renamed"})
 
 
