@@ -197,4 +197,6 @@ class Engine:
         self.scheduler.abort([s.request.id for s in list(self.scheduler.sequences())])
         if self._grammars is not None:
             self._grammars.close()
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.close()
         self._runner.close()

@@ -23,7 +23,8 @@ class Drafter(Protocol):
 class SpeculativeConfig:
     """How to draft. Names are vLLM's.
 
-    method: `ngram`, or a plug-in's. num_speculative_tokens: the longest draft. prompt_lookup_min,
+    method: `ngram`, `draft_model`, `self`, or a plug-in's. model: of `draft_model`, as MODEL. num_layers: of
+    `self`: the model's first layers that draft; None: a third of them. num_speculative_tokens: the longest draft. prompt_lookup_min,
     prompt_lookup_max: tokens of the shortest and of the longest match that `ngram` goes by. adaptive: whether
     drafts are shortened or left out where they cost more than they bring.
     """
@@ -33,6 +34,8 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     adaptive: bool = True
+    model: str | None = None
+    num_layers: int | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
@@ -69,7 +72,31 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative_config.adaptive must be true or false, got {made.adaptive!r}"
             )
+        made._check_model()
         return made
+
+    def _check_model(self) -> None:
+        if self.method == "draft_model":
+            if not isinstance(self.model, str) or not self.model:
+                raise ConfigError(
+                    "speculative_config: draft_model needs the model that drafts, as "
+                    f'{{"method": "draft_model", "model": "FOLDER"}}; got {self.model!r}'
+                )
+        elif self.model is not None:
+            raise ConfigError(
+                f"speculative_config.model is of the method draft_model, not of {self.method!r}: leave it out"
+            )
+        layers = self.num_layers
+        if layers is None:
+            return
+        if self.method != "self":
+            raise ConfigError(
+                f"speculative_config.num_layers is of the method self, not of {self.method!r}: leave it out"
+            )
+        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+            raise ConfigError(
+                f"speculative_config.num_layers must be a whole number of at least 1, got {layers!r}"
+            )
 
 
 def make_drafter(config: SpeculativeConfig, others: Mapping[str, str]) -> Drafter:
@@ -84,7 +111,7 @@ def make_drafter(config: SpeculativeConfig, others: Mapping[str, str]) -> Drafte
     if where is None:
         raise ConfigError(
             f"speculative_config.method {config.method!r} is not known"
-            f"{nearest(config.method, known)}; there is {', '.join(sorted(known))}"
+            f"{nearest(config.method, [*known, *BY_MODEL])}; there is {', '.join(sorted([*known, *BY_MODEL]))}"
         )
     from importlib import import_module
 
@@ -94,3 +121,6 @@ def make_drafter(config: SpeculativeConfig, others: Mapping[str, str]) -> Drafte
 
 
 _OWN = {"ngram": "octavo.core.drafting.ngram:NgramDrafter"}
+
+BY_MODEL = ("draft_model", "self")
+"""Methods whose drafter is a model, which only who loads models can make."""

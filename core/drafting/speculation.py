@@ -8,6 +8,8 @@ most; where no draft pays none is made, and now and then one is tried all the sa
 
 from __future__ import annotations
 
+import time
+
 from octavo.core.blocks import BlockManager
 from octavo.core.drafting.drafter import Drafter
 from octavo.core.sequence import Sequence
@@ -36,6 +38,13 @@ class Speculation:
         self.drafted = self.accepted = self.drafts = 0  # tokens and drafts, since the start
         self._seconds: dict[int, float] = {}  # of a step, by size class of its number of tokens
         self._refused = 0
+        self._drafting = 0.0  # seconds that the drafts of the step in hand took
+
+    def close(self) -> None:
+        """Lets go what the drafter holds."""
+        close = getattr(self.drafter, "close", None)
+        if close is not None:
+            close()
 
     # ------------------------------------------------------------------------------------ before
 
@@ -49,6 +58,7 @@ class Speculation:
             tokens, rows: of the batch, still free.
             spare: free blocks that are left for the sequences to grow.
         """
+        self._drafting = 0.0
         if not self.enabled:
             return
         if any(item.count != 1 or item.samples != 1 or item.all_logits for item in items):
@@ -68,7 +78,11 @@ class Speculation:
         for i in able:
             sequence = items[i].sequence
             counts.append(max(0, min(cap, sequence.max_len - sequence.num_tokens - 1)))
+        begun = time.perf_counter()
         drafts = self.drafter.propose([items[i].sequence for i in able], counts)
+        # What is done once for a prompt says nothing of the next draft's time.
+        once: float = getattr(self.drafter, "once_seconds", 0.0)
+        self._drafting = max(0.0, time.perf_counter() - begun - once)
         for i, count, draft in zip(able, counts, drafts, strict=True):
             draft = draft[: min(count, room)]
             sequence = items[i].sequence
@@ -120,9 +134,11 @@ class Speculation:
     # ------------------------------------------------------------------------------------- after
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns what a step took, if sequences only decoded in it."""
+        """Learns what a step took, with its drafts, if sequences only decoded in it."""
         if not plan.items or any(i.count - i.drafts != 1 or i.samples < 1 for i in plan.items):
             return
+        if any(i.drafts for i in plan.items):
+            seconds += self._drafting
         size = _size_class(plan.num_tokens)
         before = self._seconds.get(size)
         if before is None:

@@ -14,7 +14,6 @@ from octavo.core.admission import SchedulerLimits
 from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
-from octavo.core.drafting.drafter import SpeculativeConfig, make_drafter
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.numbers import choose_numbers
@@ -142,7 +141,12 @@ def build_engine(
         max_len = context_length(config, limits, plan, num_blocks, phases)
         alloc_kv = partial(ops.alloc_kv, shape.kv, num_blocks, plan.block_size)
         kv = alloc_kv()
-    scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases)
+    from octavo.core.entry.drafting import Target, make_speculation  # which needs this module
+
+    left = max(0, free - num_blocks * block_bytes)
+    target = Target(made, files, ops, weights, num_blocks, max_len, left)
+    speculation = make_speculation(config, target, phases, progress)
+    scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases, speculation)
     grammars = grammars_of(files, shape.vocab_size, made.eos_token_ids)
     from octavo.core.runner import Runner
 
@@ -190,7 +194,13 @@ def build_engine(
 
 
 def make_scheduler(
-    config: EngineConfig, made: Design, ops: Ops, num_blocks: int, max_len: int, phases: Phases
+    config: EngineConfig,
+    made: Design,
+    ops: Ops,
+    num_blocks: int,
+    max_len: int,
+    phases: Phases,
+    speculation: Speculation | None,
 ) -> Scheduler:
     """The scheduler that drives the plan's lanes, over an empty KV cache."""
     plan = made.plan
@@ -211,25 +221,7 @@ def make_scheduler(
     )
     rest = made.resolved.backend.pins_frees
     blocks = BlockManager(num_blocks, plan.block_size, caching, rest, ops.drain)
-    return Scheduler(blocks, limits, config.seed, _speculation(config, lanes, made.resolved.device))
-
-
-def _speculation(config: EngineConfig, lanes: LaneSet, device: str) -> Speculation | None:
-    """What `--speculative-config` asks for.
-
-    Raises:
-        ConfigError: it cannot be used, or not on this device.
-    """
-    if config.speculative_config is None:
-        return None
-    asked = SpeculativeConfig.parse(config.speculative_config)
-    drafter = make_drafter(asked, plugins().drafters())
-    if not all(mode.shared for mode in lanes.modes):
-        raise ConfigError(
-            f"--speculative-config: a decode step of {device} takes one token of each sequence, and a draft "
-            "has several; leave it out, or use a device whose steps are mixed, as --device cpu"
-        )
-    return Speculation(drafter, asked.num_speculative_tokens, asked.adaptive)
+    return Scheduler(blocks, limits, config.seed, speculation)
 
 
 def _bind(config: EngineConfig, phases: Phases) -> Binding | None:

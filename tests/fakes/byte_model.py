@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tiny_models import make
@@ -11,9 +12,9 @@ from tiny_models import make
 EOS = 256
 
 
-def byte_llama(where: Path) -> Path:
-    """A random Llama with a token for each byte, some that hold several, and EOS."""
-    model = make("Llama", {"vocab_size": 264, "eos_token_id": EOS})
+def byte_llama(where: Path, **changes: Any) -> Path:
+    """A random Llama with a token for each byte, some that hold several, and EOS. changes: of its config."""
+    model = make("Llama", {"vocab_size": 264, "eos_token_id": EOS, **changes})
     model.save_pretrained(where)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}

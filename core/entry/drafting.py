@@ -1,0 +1,191 @@
+"""What `--speculative-config` asks for, made of the parts that build an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from octavo.core.blocks import BlockManager
+from octavo.core.config import ConfigError, EngineConfig
+from octavo.core.contract import Ops, PackedWeight
+from octavo.core.drafting.drafter import BY_MODEL, Drafter, SpeculativeConfig, make_drafter
+from octavo.core.drafting.speculation import Speculation
+from octavo.core.entry import wiring
+from octavo.core.entry.vocabulary import vocabulary_of
+from octavo.core.lanes import LaneSet
+from octavo.core.loading.files import ModelFiles
+from octavo.core.loading.packing import load_weights
+from octavo.core.loading.progress import Progress
+from octavo.plugins.manager import plugins
+
+if TYPE_CHECKING:
+    from octavo.core.drafting.model import ModelDrafter
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that is drafted for. weights: packed ones and tables, by name. free: bytes of the device's
+    memory that its KV cache leaves."""
+
+    made: wiring.Design
+    files: ModelFiles
+    ops: Ops
+    weights: Mapping[str, PackedWeight]
+    num_blocks: int
+    max_len: int
+    free: int
+
+
+def make_speculation(
+    config: EngineConfig, target: Target, phases: wiring.Phases, progress: Progress
+) -> Speculation | None:
+    """None where no drafts are asked for.
+
+    Raises:
+        ConfigError, ModelError: they cannot be made, or not on this device.
+    """
+    if config.speculative_config is None:
+        return None
+    asked = SpeculativeConfig.parse(config.speculative_config)
+    plan, device = target.made.plan, target.made.resolved.device
+    if asked.method not in BY_MODEL:
+        drafter: Drafter = make_drafter(asked, plugins().drafters())
+    if not all(mode.shared for mode in LaneSet(plan.lanes, plan.max_logits_rows).modes):
+        raise ConfigError(
+            f"--speculative-config: a decode step of {device} takes one token of each sequence, and a draft "
+            "has several; leave it out, or use a device whose steps are mixed, as --device cpu"
+        )
+    if asked.method == "self":
+        drafter = _first_layers(config, asked, target, phases)
+    elif asked.method == "draft_model":
+        drafter = _second_model(config, asked, target, phases, progress)
+    return Speculation(drafter, asked.num_speculative_tokens, asked.adaptive)
+
+
+def _first_layers(
+    config: EngineConfig, asked: SpeculativeConfig, target: Target, phases: wiring.Phases
+) -> ModelDrafter:
+    """The target's first layers, its last norm and its head, over the very weights of the target."""
+    made = target.made
+    most = made.shape.num_layers
+    layers = asked.num_layers or max(1, most // 3)
+    if layers > most:
+        raise ConfigError(
+            f"speculative_config.num_layers {layers}: the model has {most} layers; use at most {most}"
+        )
+    own = {**made.model_config, "num_hidden_layers": layers}
+    shape = made.model_class.shape(own, made.plan.kv_dtype)
+    if shape.num_layers != layers:
+        raise ConfigError(
+            f"speculative_config.method self: {made.model_class.__name__} cannot be cut to its first layers; "
+            "use ngram or draft_model"
+        )
+    phases.notes.append(f"drafts: by the model's first {layers} of {most} layers")
+    cut = replace(made, model_config=own, shape=shape)
+    return _drafter(config, cut, target.files, target.weights, target)
+
+
+def _second_model(
+    config: EngineConfig,
+    asked: SpeculativeConfig,
+    target: Target,
+    phases: wiring.Phases,
+    progress: Progress,
+) -> ModelDrafter:
+    assert asked.model is not None
+    other = replace(
+        config,
+        model=asked.model,
+        revision=None,
+        quantization=None,
+        max_model_len=None,
+        block_size=target.made.plan.block_size,
+        speculative_config=None,
+    )
+    notes = wiring.Phases()  # what is said of the drafter's choices would read as the target's
+    with phases("load drafter"):
+        files = wiring.resolve_model(other, progress)
+        made = wiring.design(other, files, target.made.resolved, notes)
+        _same_vocabulary(files, made, target)
+        model = wiring.make_model(made, files, target.ops)
+        placed = wiring.place_weights(made, model, notes)
+        loaded = load_weights(
+            *(model, placed, files, target.ops, made.dtype, progress, config.packed_cache)
+        )
+        weights = loaded.weights
+        for name, table in model.tables(made.limits.max_model_len).items():
+            weights[name] = table.to(target.ops.device)
+    phases.notes.append(f"drafts: by {files.name}, {made.shape.num_parameters:,} parameters")
+    taken = wiring.weight_bytes(placed, target.ops, made.dtype)
+    target = replace(target, free=max(0, target.free - taken))
+    return _drafter(other, made, files, weights, target)
+
+
+def _same_vocabulary(files: ModelFiles, made: wiring.Design, target: Target) -> None:
+    """Raises ConfigError: what differs."""
+    from octavo.core.loading.tokenizer import load_tokenizer
+
+    what = f"speculative_config.model {files.name}"
+    hint = "a drafter needs the tokenizer of the model that it drafts for"
+    own, theirs = made.shape.vocab_size, target.made.shape.vocab_size
+    if own != theirs:
+        raise ConfigError(
+            f"{what} has a vocabulary of {own} tokens, {target.files.name} of {theirs}; {hint}"
+        )
+    mine = load_tokenizer(files).vocabulary_bytes(skip_special=False)
+    other = load_tokenizer(target.files).vocabulary_bytes(skip_special=False)
+    if len(mine) != len(other):
+        raise ConfigError(
+            f"{what} has a tokenizer of {len(mine)} tokens, {target.files.name} of {len(other)}; {hint}"
+        )
+    for token, (a, b) in enumerate(zip(mine, other, strict=True)):
+        if a != b:
+            raise ConfigError(
+                f"{what}: its token {token} is {a!r}, that of {target.files.name} is {b!r}; {hint}"
+            )
+
+
+def _drafter(
+    config: EngineConfig,
+    made: wiring.Design,
+    files: ModelFiles,
+    weights: Mapping[str, PackedWeight],
+    target: Target,
+) -> ModelDrafter:
+    """A runner over a KV cache for as many tokens as the target's has room for, if memory allows."""
+    from octavo.core.drafting.model import ModelDrafter
+    from octavo.core.runner import Runner
+
+    ops, plan, backend = target.ops, made.plan, made.resolved.backend
+    max_len = min(target.max_len, made.limits.max_model_len)
+    # Sequences that share blocks in the target's cache do not here: all may be of their longest.
+    wanted = min(
+        target.num_blocks + config.max_num_seqs,
+        1 + config.max_num_seqs * -(-(max_len + 1) // plan.block_size),
+    )
+    per_block = wiring.kv_block_bytes(made, ops)
+    blocks = min(wanted, int(target.free * wiring.DEFAULT_KV_FRACTION) // per_block)
+    if blocks < 2:
+        raise ConfigError(
+            f"--speculative-config: {target.free:,} bytes are left for the drafter's KV cache, a block of which "
+            f"takes {per_block:,}: lower --kv-memory, or draft by ngram"
+        )
+    alloc_kv = partial(ops.alloc_kv, made.shape.kv, blocks, plan.block_size)
+    runner = Runner(
+        backend,
+        made.resolved.device,
+        ops,
+        plan,
+        wiring.make_model(made, files, ops),
+        weights,
+        alloc_kv(),
+        alloc_kv,
+        vocabulary_of(files, made.shape.vocab_size),
+        len(made.shape.kv),
+    )
+    lane = LaneSet(plan.lanes, plan.max_logits_rows).modes[0].prompt
+    assert lane is not None
+    manager = BlockManager(blocks, plan.block_size, False, backend.pins_frees, ops.drain)
+    return ModelDrafter(runner, manager, lane, max_len)
