@@ -39,8 +39,8 @@ class _ByteRunner(NullRunner):
         time.sleep(self.pause)
         return super().execute(step)
 
-    def _token(self, sequence: Any, sample: int, last: int) -> int:
-        token = super()._token(sequence, sample, last)
+    def _token(self, sequence: Any, sample: int, last: int, ahead: int = 0) -> int:
+        token = super()._token(sequence, sample, last, ahead)
         return EOS if token % 60 == 0 else FIRST_BYTE + 97 + token % 26
 
 

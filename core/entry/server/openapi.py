@@ -9,7 +9,7 @@ import msgspec
 
 import octavo
 from octavo.core.entry.server import protocol, schema
-from octavo.core.entry.server.responses_request import NEUTRAL, ResponsesRequest
+from octavo.core.entry.server.responses_request import LOGPROBS, NEUTRAL, ResponsesRequest
 from octavo.core.entry.server.tools import MAX_TOOLS
 from octavo.core.types import MAX_LOGPROBS
 
@@ -80,6 +80,75 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
     "cache_salt": {"minLength": 1, "maxLength": 128},
     "allowed_token_ids": {"minItems": 1},
+}
+
+
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["type", "name"],
+}
+_ITEM = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["message", "function_call", "function_call_output", "reasoning"]},
+        "role": {"enum": ["user", "assistant", "system", "developer"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    },
+    "description": "a message, or one of the other types with its own fields",
+}
+# Fields of /v1/responses whose types say too little.
+_RESPONSES: dict[str, Any] = {
+    "input": {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}],
+        "description": "text, or items",
+    },
+    "include": {
+        "anyOf": [{"type": "array", "items": {"const": LOGPROBS}}, {"type": "null"}],
+        "default": None,
+    },
+    "stream_options": {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"include_obfuscation": {"enum": [None, False]}},
+                "additionalProperties": False,
+            },
+            {"type": "null"},
+        ],
+        "default": None,
+    },
+    "text": {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {
+                    "format": {
+                        "type": ["object", "null"],
+                        "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}},
+                        "required": ["type"],
+                    },
+                    "verbosity": {"enum": [None, "medium"]},
+                },
+                "additionalProperties": False,
+            },
+            {"type": "null"},
+        ],
+        "default": None,
+    },
+    "tools": {
+        "anyOf": [
+            {"type": "array", "items": _FUNCTION, "maxItems": MAX_TOOLS},
+            {"type": "null"},
+        ],
+        "default": None,
+    },
 }
 
 
@@ -166,6 +235,7 @@ def _describe(component: dict[str, Any], reference: dict[Any, Any]) -> None:
         messages: dict[str, Any] = {"type": "array", "items": item, "minItems": 1}
         properties["messages"] = messages if required else {"anyOf": [messages, {"type": "null"}]}
     if "input" in properties:
+        properties.update(_RESPONSES)
         for name, neutral in NEUTRAL.items():
             known = {"enum": [None, *neutral], "default": None, "description": "not supported"}
             properties[name] = known
