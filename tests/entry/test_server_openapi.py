@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from typing import Any
@@ -25,6 +26,16 @@ from octavo.core.entry.server.openapi import document
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+COMMON = {
+    "messages",
+    "prompt",
+    "input",
+    "tokens",
+    "max_tokens",
+    "max_output_tokens",
+    "temperature",
+    "stream",
+}
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -53,6 +64,7 @@ def test_whatever_fits_the_document_or_does_not(server: Any, operation: Any, fit
     """No 5xx, no hang, answers and errors of the form that the document promises."""
     mode = GenerationMode.POSITIVE if fits else GenerationMode.NEGATIVE
     statuses = Counter[int]()
+    cases = itertools.count()
 
     @settings(
         max_examples=50 if operation.method == "post" else 5,
@@ -75,6 +87,9 @@ def test_whatever_fits_the_document_or_does_not(server: Any, operation: Any, fit
             value = case.body.get("max_output_tokens")
             if value is None or (type(value) is int and value > 20):
                 case.body["max_output_tokens"] = 20
+        if fits and isinstance(case.body, dict) and next(cases) % 5 == 0:
+            # Few sets of fifty fields agree with each other: some requests have the common ones alone.
+            case.body = {name: value for name, value in case.body.items() if name in COMMON}
         response = case.call(base_url=server.url, timeout=30)
         statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
