@@ -157,9 +157,9 @@ def test_an_end_inside_a_draft() -> None:
     """What was right behind it is nobody's; the last token allowed is never exceeded."""
     for fields, length in (({"stop_token_ids": [8]}, 8), ({"max_tokens": 7}, 7)):
         fields = {"max_tokens": 50, **fields}
-        r, _ = speculating(plain([]), 1.0, most=9)
+        r, speculation = speculating(plain([]), 1.0, most=9)
         r.runner.forced["q"] = list(range(1, 60))
-        r.scheduler.speculation.drafter.known = {("q", 0): list(range(1, 60))}  # type: ignore[union-attr]
+        speculation.drafter = Oracle({("q", 0): list(range(1, 60))}, 1.0)
         r.engine.add(request("q", 5, ignore_eos=True, **fields))
         r.run()
         r.check_empty()
