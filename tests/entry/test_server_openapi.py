@@ -99,6 +99,25 @@ def test_whatever_fits_the_document_or_does_not(server: Any, operation: Any, fit
         assert bool(statuses[200]) == fits, statuses  # it went deeper than the first check
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}),
+        (RESPONSES, {"input": "x", "max_output_tokens": 16}),
+    ],
+)
+def test_events_of_streams_are_what_the_document_says(
+    server: Any, path: str, body: dict[str, Any]
+) -> None:
+    (operation,) = (one for one in OPERATIONS if one.path == path)
+    case = operation.Case(body={**body, "stream": True}, media_type="application/json")
+    response = case.call(base_url=server.url, timeout=30)
+    assert response.status_code == 200
+    assert response.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(response, checks=[response_schema_conformance])
+
+
 def test_the_document_names_every_route(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     seen = set(http.get("/metrics").text.splitlines())

@@ -186,6 +186,21 @@ def document() -> bytes:
     )
 
 
+def _event(event: Any, reference: dict[Any, Any]) -> dict[str, Any]:
+    """The schema of one event of a stream: OpenAPI 3.1 has none for the stream as a whole."""
+    forms = {"anyOf": [reference[event], reference[schema.Error]]}
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": forms,
+    }
+    if event is schema.ResponseEvent:
+        names = {"event": {"type": "string", "description": "the type of the data"}}
+        return {"type": "object", "properties": {**names, "data": data}, "required": ["data"]}
+    end = {"const": "[DONE]", "description": "the last event"}
+    return {"type": "object", "properties": {"data": {"anyOf": [end, data]}}, "required": ["data"]}
+
+
 def _operation(
     path: str,
     reference: dict[Any, Any],
@@ -199,9 +214,7 @@ def _operation(
     if answer is not None:
         content = {"application/json": {"schema": reference[answer]}}
     if event is not None:
-        text = f"with stream=true: `data:` events, each a {event.__name__} or an Error"
-        text += "" if event is schema.ResponseEvent else ", then [DONE]"
-        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+        content["text/event-stream"] = {"schema": _event(event, reference)}
     failed = {"application/json": {"schema": reference[schema.Error]}}
     answers = {"200": {"description": "done", "content": content}}
     for status in errors:

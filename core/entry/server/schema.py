@@ -329,7 +329,7 @@ class Response(_Answer):
     user: str | None
 
 
-class ResponseEvent(_Answer):
+class ResponseEvent(msgspec.Struct, kw_only=True):
     """An event of a response that streams: its type says which further fields it has."""
 
     type: str
