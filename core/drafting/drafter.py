@@ -23,10 +23,11 @@ class Drafter(Protocol):
 class SpeculativeConfig:
     """How to draft. Names are vLLM's.
 
-    method: `ngram`, `draft_model`, `self`, or a plug-in's. model: of `draft_model`, as MODEL. num_layers: of
-    `self`: the model's first layers that draft; None: a third of them. num_speculative_tokens: the longest draft. prompt_lookup_min,
-    prompt_lookup_max: tokens of the shortest and of the longest match that `ngram` goes by. adaptive: whether
-    drafts are shortened or left out where they cost more than they bring.
+    method: `ngram`, `draft_model`, `self`, or a plug-in's. model: of `draft_model`, as MODEL; None: the target's
+    own, in smaller weights. quantization: of `draft_model`: its weights' scheme. num_layers: of `self`: the
+    model's first layers that draft; None: a third of them. num_speculative_tokens: the longest draft.
+    prompt_lookup_min, prompt_lookup_max: tokens of the shortest and of the longest match that `ngram` goes by.
+    adaptive: whether drafts are shortened or left out where they cost more than they bring.
     """
 
     method: str
@@ -35,6 +36,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 4
     adaptive: bool = True
     model: str | None = None
+    quantization: str | None = None
     num_layers: int | None = None
 
     @classmethod
@@ -76,15 +78,21 @@ class SpeculativeConfig:
         return made
 
     def _check_model(self) -> None:
-        if self.method == "draft_model":
-            if not isinstance(self.model, str) or not self.model:
+        for name in ("model", "quantization"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if self.method != "draft_model":
                 raise ConfigError(
-                    "speculative_config: draft_model needs the model that drafts, as "
-                    f'{{"method": "draft_model", "model": "FOLDER"}}; got {self.model!r}'
+                    f"speculative_config.{name} is of the method draft_model, not of {self.method!r}: leave it out"
                 )
-        elif self.model is not None:
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"speculative_config.{name} must be a name, got {value!r}")
+        if self.method == "draft_model" and self.model is None and self.quantization is None:
             raise ConfigError(
-                f"speculative_config.model is of the method draft_model, not of {self.method!r}: leave it out"
+                "speculative_config: draft_model needs the model that drafts, as "
+                '{"method": "draft_model", "model": "FOLDER"}, or smaller weights of the same model, as '
+                '{"method": "draft_model", "quantization": "int4"}'
             )
         layers = self.num_layers
         if layers is None:

@@ -94,12 +94,12 @@ def _second_model(
     phases: wiring.Phases,
     progress: Progress,
 ) -> ModelDrafter:
-    assert asked.model is not None
+    own = asked.model is None  # the same, in smaller weights
     other = replace(
         config,
-        model=asked.model,
-        revision=None,
-        quantization=None,
+        model=config.model if own else asked.model,
+        revision=config.revision if own else None,
+        quantization=asked.quantization,
         max_model_len=None,
         block_size=target.made.plan.block_size,
         speculative_config=None,
@@ -107,7 +107,10 @@ def _second_model(
     notes = wiring.Phases()  # what is said of the drafter's choices would read as the target's
     with phases("load drafter"):
         files = wiring.resolve_model(other, progress)
-        made = wiring.design(other, files, target.made.resolved, notes)
+        try:
+            made = wiring.design(other, files, target.made.resolved, notes)
+        except ConfigError as error:
+            raise ConfigError(f"speculative_config: of the drafter: {error}") from error
         _same_vocabulary(files, made, target)
         model = wiring.make_model(made, files, target.ops)
         placed = wiring.place_weights(made, model, notes)
@@ -117,7 +120,8 @@ def _second_model(
         weights = loaded.weights
         for name, table in model.tables(made.limits.max_model_len).items():
             weights[name] = table.to(target.ops.device)
-    phases.notes.append(f"drafts: by {files.name}, {made.shape.num_parameters:,} parameters")
+    kind = f" in {made.scheme.name}" if made.scheme is not None else ""
+    phases.notes.append(f"drafts: by {files.name}{kind}, {made.shape.num_parameters:,} parameters")
     taken = wiring.weight_bytes(placed, target.ops, made.dtype)
     target = replace(target, free=max(0, target.free - taken))
     return _drafter(other, made, files, weights, target)

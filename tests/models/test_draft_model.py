@@ -69,6 +69,7 @@ def check_drafter(made: Engine) -> None:
 
 SECOND = {"method": "draft_model", "model": "other"}
 SAME = {"method": "draft_model", "model": "target"}
+SMALLER = {"method": "draft_model", "quantization": "int8"}
 OWN = {"method": "self", "num_layers": 1}
 ALL = {"method": "self", "num_layers": 3}
 
@@ -89,7 +90,7 @@ def test_who_knows_it_all_is_always_right(
     check_drafter(made)
 
 
-@pytest.mark.parametrize("asked", [SECOND, SAME, OWN, {"method": "self"}])
+@pytest.mark.parametrize("asked", [SECOND, SAME, SMALLER, OWN, {"method": "self"}])
 @pytest.mark.parametrize(
     "options", [{}, {"num_kv_blocks": 9}, {"max_num_batched_tokens": 16}], ids=str
 )
@@ -105,6 +106,18 @@ def test_the_same_tokens(
     if "num_kv_blocks" in options:
         assert made.stats().preemptions > 0
     check_drafter(made)
+
+
+def test_the_same_model_in_smaller_weights(models: dict[str, Path]) -> None:
+    asked = [greedy(f"q{i}", [i] * (20 + i), 30, ignore_eos=True) for i in range(4)]
+    plain = by_sample(run(engine(models["target"], device="cpu"), *asked))
+    made = drafting(models, SMALLER, device="cpu")
+    assert by_sample(run(made, *asked)) == plain
+    stats = made.stats()
+    assert 2 * stats.accepted_tokens > stats.drafted_tokens > 0
+    assert any("drafts: by target in int8" in note for note in made.info.notes)
+    with pytest.raises(ConfigError, match=r"of the drafter: .*int7"):
+        drafting(models, {"method": "draft_model", "quantization": "int7"})
 
 
 def test_a_short_pool_forgets(models: dict[str, Path]) -> None:
@@ -166,6 +179,8 @@ def test_another_vocabulary_is_refused(models: dict[str, Path]) -> None:
     [
         ({"method": "draft_model"}, "needs the model that drafts"),
         ({"method": "ngram", "model": "x"}, "model is of the method draft_model"),
+        ({"method": "ngram", "quantization": "int4"}, "quantization is of the method draft_model"),
+        ({"method": "draft_model", "quantization": 4}, "quantization must be a name, got 4"),
         ({"method": "ngram", "num_layers": 2}, "num_layers is of the method self"),
         ({"method": "self", "num_layers": 0}, "at least 1, got 0"),
     ],

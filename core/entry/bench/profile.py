@@ -25,7 +25,8 @@ HOST_TARGET, SAMPLE_TARGET = 0.10, 0.05
 
 @dataclass
 class StepTimes:
-    """One step: its size and the seconds of each part; of those, what the kernels' counters tell apart."""
+    """One step: its size and the seconds of each part; of those, what the kernels' counters tell apart, and
+    what changing logits took (masks of structured output, biases, penalties)."""
 
     sequences: int
     tokens: int
@@ -98,6 +99,20 @@ def profiled(engine: Engine, outputs: Any, profile: Profile) -> Iterator[None]:
         return plan
 
     runner: Any = engine._runner
+
+    def within(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Timed as a part of another part."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = profile.steps[-1].kernels
+                spent[part] = spent.get(part, 0.0) + time.perf_counter() - started
+
+        return call
+
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (engine.scheduler, "schedule", opened),
         (engine.scheduler, "commit", timed("commit", engine.scheduler.commit)),
@@ -109,6 +124,7 @@ def profiled(engine: Engine, outputs: Any, profile: Profile) -> Iterator[None]:
             (runner._backend, "prepare", timed("prepare", runner._backend.prepare)),
             (runner, "_forward", timed("forward", runner._forward)),
             (runner._sampler, "run", timed("sample", runner._sampler.run)),
+            (runner._sampler, "_change", within("changing logits", runner._sampler._change)),
         ]
     else:
         replaced.append((runner, "execute", timed("forward", runner.execute)))
@@ -136,7 +152,7 @@ def _counting(
         try:
             return execute(step)
         finally:
-            profile.steps[-1].kernels = instruments.read_phases()
+            profile.steps[-1].kernels.update(instruments.read_phases())
 
     return call
 

@@ -198,7 +198,7 @@ def profile_table(profile: Profile) -> str:
 
     lines += [line(part, whole[part], parts[part]) for part in (*PARTS, "host")]
     if kernels := kernel_shares(profile.steps):
-        lines.append("of forward and sample, inside kernels:")
+        lines.append("of forward and sample:")
         wide = kernel_shares(full)
         lines += [line(name, share, wide.get(name, 0.0)) for name, share in kernels.items()]
     lines.append(

@@ -89,8 +89,10 @@ class Target:
             values["messages"] = [{"role": "user", "content": prompt}]
         else:
             values["prompt"] = prompt
-        if self.ignore_eos:
+        if self.ignore_eos and item.schema is None:
             values["ignore_eos"] = True
+        if item.schema is not None:
+            values["structured_outputs"] = {"json": item.schema}
         return msgspec.json.encode(values | dict(self.extra))
 
 

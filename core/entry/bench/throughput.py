@@ -15,7 +15,14 @@ from octavo.core.entry.bench.profile import Profile, profiled
 from octavo.core.entry.bench.workload import Item, Workload
 from octavo.core.loading.tokenizer import Tokenizer
 from octavo.core.output import OutputProcessor
-from octavo.core.types import Request, RequestOutput, RequestOutputKind, SamplingParams, Timings
+from octavo.core.types import (
+    Request,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    Timings,
+)
 
 OnTokens = Callable[[int], None]
 
@@ -138,7 +145,10 @@ class Bench:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=item.output_len,
-            ignore_eos=True,
+            ignore_eos=item.schema is None,  # within a schema the grammar allows no end yet
+            structured_outputs=(
+                None if item.schema is None else StructuredOutputsParams(json=item.schema)
+            ),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         return Request(

@@ -29,15 +29,35 @@ _OUTPUT_MU, _OUTPUT_RANGE = 4.85, (8, 500)
 _SKIP = 997  # tokens by which a second pass through a text is moved, so that no prompt comes again
 _WARM_UP_REQUESTS, _WARM_UP_PROMPT, _WARM_UP_OUTPUT = 4, 96, 8
 
+_SCHEMA = json.dumps(  # no list of a request is complete within its output tokens
+    {
+        "type": "array",
+        "minItems": 200,
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "kind": {"enum": ["ship", "cargo", "payment"]},
+                "amount": {"type": "number"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+            },
+            "required": ["name", "kind", "amount", "tags"],
+            "additionalProperties": False,
+        },
+    }
+)
+
 Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request: its prompt, and the number of tokens to generate whatever they are."""
+    """One request: its prompt, and the number of tokens to generate whatever they are; within a JSON schema
+    that needs more of them, if there is one."""
 
     prompt_token_ids: list[int]
     output_len: int
+    schema: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,7 @@ class Workload:
         """The same lengths, each prompt's first tokens moved to its end: the prefix cache of a run before
         cannot help. What prompts share they still share."""
         items = [
-            Item(item.prompt_token_ids[3:] + item.prompt_token_ids[:3], item.output_len)
+            replace(item, prompt_token_ids=item.prompt_token_ids[3:] + item.prompt_token_ids[:3])
             for item in self.items
         ]
         return replace(self, items=tuple(items))
@@ -119,6 +139,10 @@ def _sharegpt(text: _Text, count: int, seed: int) -> list[Item]:
     return [Item(text.take(prompt), output) for prompt, output in sharegpt_lengths(count, seed)]
 
 
+def _json(text: _Text, count: int, seed: int) -> list[Item]:
+    return [replace(item, schema=_SCHEMA) for item in _sharegpt(text, count, seed)]
+
+
 def _uniform(text: _Text, count: int, seed: int) -> list[Item]:
     return [Item(text.take(160), 64) for _ in range(count)]
 
@@ -144,6 +168,7 @@ def fixed_lengths(encode: Encode, lengths: Sequence[tuple[int, int]]) -> list[It
 
 BUILT_IN: dict[str, tuple[Callable[[_Text, int, int], list[Item]], int, int]] = {
     "sharegpt": (_sharegpt, 64, SHAREGPT_SEED),
+    "json": (_json, 64, SHAREGPT_SEED),
     "uniform": (_uniform, 32, 0),
     "prefix": (_prefix, 32, 0),
     "single": (_single, 1, 0),

@@ -23,6 +23,7 @@ from octavo.core.entry.cli import (
     bench_sharing,
     bench_speculation,
     bench_startup,
+    bench_variants,
 )
 from octavo.core.entry.cli.bench_options import count
 from octavo.core.entry.cli.failure import CommandFailed
@@ -48,6 +49,7 @@ _KINDS = {
     "scaling": bench_scaling,
     "speculation": bench_speculation,
     "sharing": bench_sharing,
+    "variants": bench_variants,
 }
 
 
@@ -71,7 +73,7 @@ def _add_throughput(kinds: Any) -> None:
         "--workload",
         default="sharegpt",
         metavar="NAME",
-        help="sharegpt, uniform, prefix, single or a .jsonl file (sharegpt)",
+        help="sharegpt, json, uniform, prefix, single or a .jsonl file (sharegpt)",
     )
     bench.add_argument(
         "--num-requests",
@@ -116,6 +118,11 @@ def run(options: argparse.Namespace) -> None:
         num_requests=options.num_requests,
         seed=getattr(options, "seed", None),
     )
+    if options.compare is not None and any(item.schema for item in workload.items):
+        raise ConfigError(
+            f"workload {workload.name} asks for structured output, which transformers has not: leave out "
+            "--compare, or take another workload"
+        )
     warning = idle_warning()
     if warning:
         print(f"warning: {warning}", file=sys.stderr)

@@ -49,7 +49,7 @@ def add_parser(kinds: Any) -> None:
         "--workload",
         default="sharegpt",
         metavar="NAME",
-        help="sharegpt, uniform, prefix, single or a .jsonl file (sharegpt)",
+        help="sharegpt, json, uniform, prefix, single or a .jsonl file (sharegpt)",
     )
     bench.add_argument("--num-requests", type=count, metavar="N", help="requests (sharegpt: 64)")
     bench.add_argument(
