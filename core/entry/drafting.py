@@ -94,11 +94,10 @@ def _second_model(
     phases: wiring.Phases,
     progress: Progress,
 ) -> ModelDrafter:
-    own = asked.model is None  # the same, in smaller weights
     other = replace(
         config,
-        model=config.model if own else asked.model,
-        revision=config.revision if own else None,
+        model=asked.model or config.model,
+        revision=None if asked.model else config.revision,
         quantization=asked.quantization,
         max_model_len=None,
         block_size=target.made.plan.block_size,
