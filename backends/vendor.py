@@ -51,14 +51,15 @@ def placed(
 class VendorBackend(Backend):
     """`--device WORD`, or `WORD:1` for the second device. A subclass says what is its vendor's own.
 
-    dtypes: of weights and cache. op_names, notes: `Capabilities.ops` and `notes`, but for what all such chips have
-    in common. chip: its name. hccl: the module that gives torch.distributed its backend "hccl", if that is one
-    of its own.
+    dtypes: of weights and cache. kv_equals_dtype, head_sizes, shapes: as in `Capabilities`. op_names, notes: its
+    `ops` and `notes`, but for what all such chips have in common. chip: its name. hccl: the module that gives
+    torch.distributed its backend "hccl", if that is one of its own.
     """
 
     priority = 30
 
     dtypes: ClassVar[tuple[str, ...]]
+    kv_equals_dtype: ClassVar[bool] = False
     head_sizes: ClassVar[tuple[int, int, int]]
     shapes: ClassVar[Literal["dynamic", "bucketed"]]
     op_names: ClassVar[Mapping[str, str]]
@@ -118,6 +119,7 @@ class VendorBackend(Backend):
             dtypes=self.dtypes,
             native_dtypes=self.dtypes,
             kv_dtypes=self.dtypes,
+            kv_equals_dtype=self.kv_equals_dtype,
             block_sizes=(BLOCK,),
             head_sizes=self.head_sizes,
             shapes=self.shapes,

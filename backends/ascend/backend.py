@@ -29,6 +29,7 @@ class AscendBackend(VendorBackend):
     chip = "Ascend"
 
     dtypes = ("bfloat16",)  # the attention has no float32
+    kv_equals_dtype = True
     head_sizes = (16, 256, 16)
     shapes = "dynamic"  # what is padded is padded for graphs alone
     op_names: ClassVar[Mapping[str, str]] = {
@@ -66,11 +67,6 @@ class AscendBackend(VendorBackend):
         return (lane,)
 
     def start(self, device: str, limits: Limits) -> None:
-        if limits.kv_dtype != limits.dtype:
-            raise ConfigError(
-                f"--kv-cache-dtype {limits.kv_dtype} beside {limits.dtype} weights: Ascend's attention "
-                "takes queries and cache of one dtype; leave it out"
-            )
         super().start(device, limits)
         chip = self.module().get_device_name()
         if "310P" in chip:
