@@ -64,6 +64,7 @@ class Capabilities:
     kv_follows_dtype: bool = (
         False  # a cache in the weights' dtype is the fastest: what "auto" means
     )
+    kv_equals_dtype: bool = False  # the cache is in the weights' dtype: attention takes no other
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     head_sizes: tuple[int, int, int] = (1, 1024, 1)  # smallest, largest, multiple
     # "dynamic": any. "bucketed": those of the plan's lanes are best, and are run once at the start.

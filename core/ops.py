@@ -7,7 +7,7 @@ layer is a pair of tensors [blocks, block, heads, head size]; arithmetic is floa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,18 +50,27 @@ def prepare(batch: Batch, prev: StepOut | None, device: str) -> TorchInputs:
     def up(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(np.asarray(array, np.int64)).to(device)
 
-    token_ids = up(batch.token_ids)
-    if batch.token_src is not None and prev is not None and prev.tokens is not None:
-        src = up(batch.token_src)
-        token_ids = torch.where(src >= 0, prev.tokens[src.clamp_min(0)], token_ids)
     return TorchInputs(
         batch=batch,
-        token_ids=token_ids,
+        token_ids=with_drawn(up(batch.token_ids), batch, prev, up),
         positions=up(batch.positions),
         slots=tuple(up(s) for s in batch.slots),
         block_tables=tuple(up(t) for t in batch.block_tables),
         logits_rows=up(batch.logits_rows),
     )
+
+
+def with_drawn(
+    token_ids: torch.Tensor,
+    batch: Batch,
+    prev: StepOut | None,
+    upload: Callable[[np.ndarray[Any, Any]], torch.Tensor],
+) -> torch.Tensor:
+    """token_ids [T] with the tokens that the step before has drawn, which the host may not know yet."""
+    if batch.token_src is None or prev is None or prev.tokens is None:
+        return token_ids
+    source = upload(batch.token_src.astype(np.int64))
+    return torch.where(source >= 0, prev.tokens[source.clamp_min(0)], token_ids)
 
 
 # ------------------------------------------------------------------------------------- KV cache

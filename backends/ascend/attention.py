@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from octavo.backends.ascend.inputs import BLOCK, Step
+from octavo.backends.ascend.inputs import Step
+from octavo.backends.vendor import BLOCK
 
 MASK_SIZE = 2048
 

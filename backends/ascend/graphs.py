@@ -7,48 +7,24 @@ happen in here, so the runner sees a function like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from octavo.backends.ascend.inputs import Step, step_of
-from octavo.backends.ascend.ops import KVPair
-from octavo.core.ops import TorchInputs
+from octavo.backends.vendor_graphs import Forward, Graphs, load
+from octavo.core.ops import KVPair, TorchInputs
 from octavo.plugins import StepOut
 
-Forward = Callable[[Mapping[str, Any], list[KVPair], TorchInputs], tuple[StepOut, list[KVPair]]]
 
-
-@dataclass(slots=True)
-class _Captured:
-    graph: Any
-    inputs: TorchInputs
-    logits: torch.Tensor
-    weights: Mapping[str, Any]
-    caches: list[KVPair]
-
-    def reads(self, weights: Mapping[str, Any], kv: list[KVPair]) -> bool:
-        """Whether it was captured over these very tensors."""
-        return self.weights is weights and all(
-            mine is theirs for mine, theirs in zip(self.caches, kv, strict=True)
-        )
-
-
-class GraphedForward:
-    """The forward program; decode steps of at most `largest` rows run from graphs.
-
-    compilations: graphs captured so far.
-    """
+class GraphedForward(Graphs):
+    """The forward program; decode steps of at most `largest` rows run from graphs."""
 
     def __init__(self, forward: Forward, npu: Any, largest: int) -> None:
-        self._forward, self._npu, self._largest = forward, npu, largest
-        self._captured: dict[tuple[Any, ...], _Captured] = {}
-
-    @property
-    def compilations(self) -> int:
-        return len(self._captured)
+        super().__init__(forward)
+        self._npu, self._largest = npu, largest
 
     def __call__(
         self, weights: Mapping[str, Any], kv: list[KVPair], inputs: TorchInputs
@@ -69,18 +45,21 @@ class GraphedForward:
         step: Step,
     ) -> torch.Tensor:
         key = tuple(tuple(t.shape) for t in _tensors(inputs))
-        found = self._captured.get(key)
-        if found is None or not found.reads(weights, kv):
+        found = self.found(key, weights, kv)
+        if found is None:
             # Once outside: what a first call sets up may not be part of a graph, and not every model can
             # be. It writes what the replay will write again.
             out, _ = self._forward(weights, list(kv), inputs)
             if step.host_bound:
                 self._largest = 0
                 return out.logits  # type: ignore[no-any-return]
-            found = self._captured[key] = self._capture(weights, kv, inputs)
+            kept = _own(inputs)
+            graph = self._npu.npu.NPUGraph()
+            capturing = self._npu.npu.graph(graph, auto_dispatch_capture=True)
+            found = self.capture(key, weights, kv, kept, graph, capturing)
+            step_of(kept).made.clear()
         else:
-            for mine, theirs in zip(_tensors(found.inputs), _tensors(inputs), strict=True):
-                mine.copy_(theirs)
+            load(_tensors(found.inputs), _tensors(inputs))
         # Every recorded call takes those of these that it was launched with.
         lengths = {
             "context_lens": step.host_lengths,
@@ -91,24 +70,19 @@ class GraphedForward:
         found.graph.replay()
         return found.logits
 
-    def _capture(
-        self, weights: Mapping[str, Any], kv: list[KVPair], inputs: TorchInputs
-    ) -> _Captured:
-        step = step_of(inputs)
-        kept = replace(
-            inputs,
-            token_ids=inputs.token_ids.clone(),
-            positions=inputs.positions.clone(),
-            slots=tuple(t.clone() for t in inputs.slots),
-            block_tables=(),
-            logits_rows=inputs.logits_rows.clone(),
-            extra=replace(step, tables=tuple(t.clone() for t in step.tables), made={}),
-        )
-        graph = self._npu.npu.NPUGraph()
-        with self._npu.npu.graph(graph, auto_dispatch_capture=True):
-            out, _ = self._forward(weights, list(kv), kept)
-        step_of(kept).made.clear()
-        return _Captured(graph, kept, out.logits, weights, list(kv))
+
+def _own(inputs: TorchInputs) -> TorchInputs:
+    """A copy of what a graph reads that nothing else writes to."""
+    step = step_of(inputs)
+    return replace(
+        inputs,
+        token_ids=inputs.token_ids.clone(),
+        positions=inputs.positions.clone(),
+        slots=tuple(t.clone() for t in inputs.slots),
+        block_tables=(),
+        logits_rows=inputs.logits_rows.clone(),
+        extra=replace(step, tables=tuple(t.clone() for t in step.tables), made={}),
+    )
 
 
 def _tensors(inputs: TorchInputs) -> list[torch.Tensor]:

@@ -6,17 +6,15 @@ replayed from a graph they are patched into it (`graphs.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from octavo.backends.vendor import Upload, placed
 from octavo.core.ops import TorchInputs
 from octavo.plugins import Batch
-
-BLOCK = 128
 
 SCRATCH = 0
 """The block in front of the core's block 0 that padding rows write to and read from."""
@@ -47,7 +45,7 @@ def step_of(inputs: TorchInputs) -> Step:
     return step
 
 
-def prepare(batch: Batch, upload: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> TorchInputs:
+def prepare(batch: Batch, upload: Upload) -> TorchInputs:
     """Uploads a batch."""
     starts = batch.query_start[: batch.num_seqs + 1].astype(np.int64)
     counts = np.diff(starts)
@@ -75,7 +73,9 @@ def prepare(batch: Batch, upload: Callable[[np.ndarray[Any, Any]], torch.Tensor]
         batch=batch,
         token_ids=upload(batch.token_ids.astype(np.int64)),
         positions=upload(np.asarray(batch.positions, np.int64)),
-        slots=tuple(upload(_slots(slots)) for slots in batch.slots),
+        slots=tuple(
+            upload(placed(slots, SCRATCH, RESERVED).astype(np.int32)) for slots in batch.slots
+        ),
         block_tables=tuple(upload(t) for t in shifted),
         logits_rows=upload(logits_rows),
         extra=Step(
@@ -87,9 +87,3 @@ def prepare(batch: Batch, upload: Callable[[np.ndarray[Any, Any]], torch.Tensor]
             num_rows=num_rows,
         ),
     )
-
-
-def _slots(slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """In the cache's own numbering; rows of padding go to the scratch block."""
-    padding = SCRATCH * BLOCK + np.arange(len(slots)) % BLOCK
-    return np.where(slots >= 0, slots + RESERVED * BLOCK, padding).astype(np.int32)

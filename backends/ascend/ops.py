@@ -10,36 +10,25 @@ import torch
 from octavo.backends.ascend.attention import Heads, compressed_mask, fused, paged
 from octavo.backends.ascend.inputs import RESERVED, step_of
 from octavo.backends.hccl import HcclCommunicator
+from octavo.backends.vendor_ops import VendorOps
 from octavo.core import ops as portable
-from octavo.core.ops import TorchInputs
-from octavo.plugins import Handle, KVSpec, Ops, SampleInputs
-
-KVPair = tuple[torch.Tensor, torch.Tensor]
-"""A layer's keys and values, each [1 + blocks, 128, kv_heads, d]; the first block takes padding."""
+from octavo.core.ops import KVPair, TorchInputs
+from octavo.plugins import Handle, KVSpec
 
 
-class AscendOps(Ops):
-    """One device's operations. `npu` is the module torch_npu."""
+class AscendOps(VendorOps):
+    """One device's operations. `npu` is the module torch_npu. A layer's keys and values are [1 + blocks, 128,
+    kv_heads, d] each; the first block takes padding."""
 
     def __init__(self, device: str, npu: Any, communicator: HcclCommunicator | None = None) -> None:
-        self.device = device
+        super().__init__(device, communicator)
         self._npu = npu
-        self._communicator = communicator
         self._mask: torch.Tensor | None = None
 
     # ------------------------------------------------------------------------------- KV cache
 
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[Handle]:
-        by_layer: dict[int, KVPair] = {}
-        for spec in groups:
-            dtype = portable.DTYPES[spec.dtype]
-            shape = (num_blocks + RESERVED, block_size, spec.kv_heads)
-            for layer in spec.layers:
-                by_layer[layer] = (
-                    torch.zeros(*shape, spec.head_size, dtype=dtype, device=self.device),
-                    torch.zeros(*shape, spec.head_size_v, dtype=dtype, device=self.device),
-                )
-        return [by_layer[layer] for layer in sorted(by_layer)]
+        return [*self.zeroed_kv(groups, num_blocks + RESERVED, block_size)]
 
     def write_kv(
         self, handle: KVPair, k: torch.Tensor, v: torch.Tensor, meta: TorchInputs, group: int = 0
@@ -100,20 +89,6 @@ class AscendOps(Ops):
 
     # -------------------------------------------------------------------- the rest of a layer
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: Any,
-        *,
-        bias: torch.Tensor | None = None,
-        reduce: Literal["sum"] | None = None,
-        lora: Any = None,
-    ) -> torch.Tensor:
-        out = super().linear(x, weight, bias=bias, reduce=None, lora=lora)
-        if reduce == "sum" and self._communicator is not None:
-            return self._communicator.all_reduce(out)
-        return out
-
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
     ) -> torch.Tensor:
@@ -134,36 +109,19 @@ class AscendOps(Ops):
         out, _, total = self._npu.npu_add_rms_norm(x, residual, gamma, eps)
         return out, total
 
-    def rotary(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos_sin: torch.Tensor,
-        meta: TorchInputs,
-        *,
-        interleaved: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        made, key = step_of(meta).made, ("rotary", id(cos_sin), interleaved)
-        if key not in made:
-            at = cos_sin.index_select(0, meta.positions)
-            both = at.unsqueeze(1).unsqueeze(0).chunk(2, dim=-1)
-            if interleaved:
-                made[key] = tuple(x.repeat_interleave(2, dim=-1) for x in both)
-            else:
-                made[key] = tuple(torch.cat((x, x), dim=-1) for x in both)
-        cos, sin = made[key]  # [1, T, 1, R] float32
-        size = cos.shape[-1]
-        mode = "interleave" if interleaved else "half"
+    def made(self, meta: TorchInputs) -> dict[Any, Any]:
+        return step_of(meta).made
 
-        def turned(x: torch.Tensor) -> torch.Tensor:
-            # In float32, as the tables are: half precision loses far positions.
-            rows = x.narrow(-1, 0, size).unsqueeze(0).float().contiguous()
-            out: torch.Tensor = self._npu.npu_rotary_mul(rows, cos, sin, mode)
-            out = out.squeeze(0).to(x.dtype)
-            rest = x.shape[-1] - size
-            return torch.cat((out, x.narrow(-1, size, rest)), dim=-1) if rest else out
-
-        return turned(q), turned(k)
+    def turn(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> torch.Tensor:
+        # In float32, as the tables are: half precision loses far positions. Four dimensions are wanted.
+        rows = x.unsqueeze(0).float().contiguous()
+        tables = (cos.unsqueeze(0), sin.unsqueeze(0))
+        out: torch.Tensor = self._npu.npu_rotary_mul(
+            rows, *tables, "interleave" if interleaved else "half"
+        )
+        return out.squeeze(0)
 
     def act_and_mul(
         self, x: torch.Tensor, kind: Literal["silu", "gelu", "gelu_tanh"]
@@ -172,16 +130,3 @@ class AscendOps(Ops):
             return super().act_and_mul(x, kind)
         out: torch.Tensor = self._npu.npu_swiglu(x, -1)
         return out
-
-    # ------------------------------------------------------------------------------- sampling
-
-    def sample(self, logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
-        """Greedy rows on the device. Seeded draws on the host, where a row at a time costs no launches;
-        `npu_top_k_top_p` keeps other tokens where probabilities tie, and knows no min-p."""
-        if rows.all_greedy:
-            return super().sample(logits, rows)
-        host = SampleInputs(
-            *(t.cpu() for t in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)),
-            *(t.cpu() for t in (rows.seed, rows.counter)),
-        )
-        return super().sample(logits.cpu(), host).to(self.device)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.backends.gaudi.inputs import BLOCK, Decode, GaudiInputs, Prompts
+from octavo.backends.gaudi.inputs import Decode, GaudiInputs, Prompts
 from octavo.backends.gaudi.vendor import Vendor
+from octavo.backends.vendor import BLOCK
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -12,42 +12,20 @@ from octavo.backends.gaudi.attention import GaudiKV
 from octavo.backends.gaudi.inputs import GaudiInputs, continued, signature, tensors, without_begun
 from octavo.backends.gaudi.ops import clear_blocks
 from octavo.backends.gaudi.vendor import Vendor
+from octavo.backends.vendor_graphs import Forward, Graphs, load
 from octavo.plugins import StepOut
 
-Forward = Callable[[Mapping[str, Any], list[GaudiKV], GaudiInputs], tuple[StepOut, list[GaudiKV]]]
 
-
-@dataclass(slots=True)
-class _Captured:
-    graph: Any
-    inputs: GaudiInputs
-    logits: torch.Tensor
-    weights: Mapping[str, Any]
-    caches: list[GaudiKV]
-
-    def reads(self, weights: Mapping[str, Any], kv: list[GaudiKV]) -> bool:
-        """Whether it was captured over these very tensors."""
-        return self.weights is weights and all(
-            mine is theirs for mine, theirs in zip(self.caches, kv, strict=True)
-        )
-
-
-class GraphedForward:
+class GraphedForward(Graphs):
     """The forward program, with `mark_step` at its ends and, in lazy mode, replayed from graphs.
 
     A graph reads its inputs where they lay when it was captured, so each batch is copied there. Clearing
     begun blocks stays outside: it is rare, and their number is no part of a shape.
-
-    compilations: graphs captured so far.
     """
 
-    def __init__(self, forward: Forward, lib: Vendor, graphs: bool) -> None:
-        self._forward, self._lib, self._graphs = forward, lib, graphs
-        self._captured: dict[tuple[Any, ...], _Captured] = {}
-
-    @property
-    def compilations(self) -> int:
-        return len(self._captured)
+    def __init__(self, forward: Forward, lib: Vendor) -> None:
+        super().__init__(forward)
+        self._lib = lib
 
     def __call__(
         self, weights: Mapping[str, Any], kv: list[GaudiKV], inputs: GaudiInputs
@@ -58,7 +36,7 @@ class GraphedForward:
                 clear_blocks(cache, begun)
         rest = without_begun(inputs)
         self._lib.mark_step()  # the batch is on the device before the step that reads it begins
-        if self._graphs:
+        if self._lib.lazy:
             if inputs.empty:  # a trial of this shape: prompts also run another way
                 self._run(weights, kv, continued(rest))
             logits = self._run(weights, kv, rest)
@@ -72,30 +50,21 @@ class GraphedForward:
         self, weights: Mapping[str, Any], kv: list[GaudiKV], inputs: GaudiInputs
     ) -> torch.Tensor:
         key = signature(inputs)
-        found = self._captured.get(key)
-        if found is None or not found.reads(weights, kv):
-            found = self._captured[key] = self._capture(weights, kv, inputs)
+        found = self.found(key, weights, kv)
+        if found is None:
+            kept = _own(inputs)
+            self._lib.mark_step()
+            graph = self._lib.hpu.HPUGraph()
+            found = self.capture(key, weights, kv, kept, graph, self._lib.hpu.graph(graph))
+            kept.made.clear()
+            kept.written.clear()
         else:
-            for mine, theirs in zip(tensors(found.inputs), tensors(inputs), strict=True):
-                if mine is not None and theirs is not None:
-                    mine.copy_(theirs)
+            load(tensors(found.inputs), tensors(inputs))
             self._lib.mark_step()
         # Also after a capture: whether that computed anything differs between the vendor's releases, and
         # the same step twice writes the same.
         found.graph.replay()
         return found.logits
-
-    def _capture(
-        self, weights: Mapping[str, Any], kv: list[GaudiKV], inputs: GaudiInputs
-    ) -> _Captured:
-        kept = _own(inputs)
-        self._lib.mark_step()
-        graph = self._lib.hpu.HPUGraph()
-        with self._lib.hpu.graph(graph):
-            out, _ = self._forward(weights, list(kv), kept)
-        kept.made.clear()
-        kept.written.clear()
-        return _Captured(graph, kept, out.logits, weights, list(kv))
 
 
 def _own(value: Any) -> Any:

@@ -12,7 +12,7 @@ widest: so one such batch for each width meets every length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,17 +20,14 @@ import numpy as np
 import torch
 
 from octavo.backends.buckets import power
+from octavo.backends.gaudi.backend import SHORTEST
+from octavo.backends.vendor import BLOCK, Upload, placed
 from octavo.plugins import Batch
-
-BLOCK = 128
 
 RESERVED = 2
 """Blocks in front of the core's block 0: ZERO is read where a list is padded, SCRATCH written."""
 
 ZERO, SCRATCH = 0, 1
-
-SHORTEST = 16
-"""Rows of the shortest rectangle of prompts."""
 
 
 @dataclass(slots=True)
@@ -84,7 +81,7 @@ class GaudiInputs:
     written: list[tuple[Any, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
-def prepare(batch: Batch, upload: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> GaudiInputs:
+def prepare(batch: Batch, upload: Upload) -> GaudiInputs:
     """Splits and pads a batch and uploads it."""
     starts = batch.query_start[: batch.num_seqs + 1].astype(np.int64)
     counts = np.diff(starts)
@@ -114,10 +111,8 @@ def _group(
     starts: np.ndarray[Any, Any],
     singles: np.ndarray[Any, Any],
     several: np.ndarray[Any, Any],
-    upload: Callable[[np.ndarray[Any, Any]], torch.Tensor],
+    upload: Upload,
 ) -> Group:
-    padding = SCRATCH * BLOCK + np.arange(len(slots)) % BLOCK
-    placed = np.where(slots >= 0, slots + RESERVED * BLOCK, padding)
     first = slots[(slots >= 0) & (slots % BLOCK == 0)] // BLOCK + RESERVED
     begun = None
     if len(first):
@@ -129,7 +124,12 @@ def _group(
         prompts = _prompts(batch, table, starts, several, upload)
     if len(singles) or prompts is None:
         decode = _decode(batch, table, starts, singles, upload)
-    return Group(upload(placed), None if begun is None else upload(begun), decode, prompts)
+    return Group(
+        upload(placed(slots, SCRATCH, RESERVED)),
+        None if begun is None else upload(begun),
+        decode,
+        prompts,
+    )
 
 
 def _decode(
@@ -137,7 +137,7 @@ def _decode(
     table: np.ndarray[Any, Any],
     starts: np.ndarray[Any, Any],
     which: np.ndarray[Any, Any],
-    upload: Callable[[np.ndarray[Any, Any]], torch.Tensor],
+    upload: Upload,
 ) -> Decode:
     tokens, count = len(batch.token_ids), len(which)
     plain = count == batch.num_tokens  # every row of the batch decodes, in order
@@ -173,7 +173,7 @@ def _prompts(
     table: np.ndarray[Any, Any],
     starts: np.ndarray[Any, Any],
     which: np.ndarray[Any, Any],
-    upload: Callable[[np.ndarray[Any, Any]], torch.Tensor],
+    upload: Upload,
 ) -> Prompts:
     counts = (starts[which + 1] - starts[which]).astype(np.int64)
     lens = batch.context_lens[which].astype(np.int64)
@@ -212,7 +212,7 @@ def _restore(
     counts: np.ndarray[Any, Any],
     singles: np.ndarray[Any, Any],
     several: np.ndarray[Any, Any],
-    upload: Callable[[np.ndarray[Any, Any]], torch.Tensor],
+    upload: Upload,
 ) -> torch.Tensor | None:
     if not len(several):
         return None if batch.kind != "prefill" else upload(np.zeros(len(batch.token_ids), np.int64))

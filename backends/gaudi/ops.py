@@ -13,34 +13,29 @@ from octavo.backends.gaudi.attention import GaudiKV, Scoring, decode_attention, 
 from octavo.backends.gaudi.inputs import RESERVED, GaudiInputs
 from octavo.backends.gaudi.vendor import Vendor
 from octavo.backends.hccl import HcclCommunicator
+from octavo.backends.vendor_ops import VendorOps
 from octavo.core import ops as portable
-from octavo.plugins import Handle, KVSpec, Ops, QuantizedTensor, SampleInputs, WeightSpec
+from octavo.plugins import Handle, KVSpec, QuantizedTensor, WeightSpec
 
 
-class GaudiOps(Ops):
+class GaudiOps(VendorOps):
     """One device's operations. The cache is written in place and may be named in captured graphs."""
 
     def __init__(
         self, device: str, lib: Vendor, communicator: HcclCommunicator | None = None
     ) -> None:
-        self.device = device
+        super().__init__(device, communicator)
         self._lib = lib
-        self._communicator = communicator
 
     # ------------------------------------------------------------------------------- KV cache
 
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[Handle]:
-        by_layer: dict[int, GaudiKV] = {}
-        for group, spec in enumerate(groups):
-            dtype = portable.DTYPES[spec.dtype]
-            rows = (num_blocks + RESERVED) * block_size
-            for layer in spec.layers:
-                k, v = (
-                    torch.zeros(rows, spec.kv_heads, size, dtype=dtype, device=self.device)
-                    for size in (spec.head_size, spec.head_size_v)
-                )
-                by_layer[layer] = GaudiKV(k, v, group)
-        return [by_layer[layer] for layer in sorted(by_layer)]
+        group_of = {layer: i for i, spec in enumerate(groups) for layer in spec.layers}
+        pairs = self.zeroed_kv(groups, num_blocks + RESERVED, block_size)
+        return [
+            GaudiKV(k.flatten(0, 1), v.flatten(0, 1), group_of[layer])
+            for layer, (k, v) in zip(sorted(group_of), pairs, strict=True)
+        ]
 
     def write_kv(
         self,
@@ -140,13 +135,9 @@ class GaudiOps(Ops):
         reduce: Literal["sum"] | None = None,
         lora: Any = None,
     ) -> torch.Tensor:
-        if isinstance(weight, fp8.Fp8Weight):
-            out = fp8.linear(x, weight, bias)
-        else:
-            out = super().linear(x, weight, bias=bias, reduce=None, lora=lora)
-        if reduce == "sum" and self._communicator is not None:
-            return self._communicator.all_reduce(out)
-        return out
+        if not isinstance(weight, fp8.Fp8Weight):
+            return super().linear(x, weight, bias=bias, reduce=reduce, lora=lora)
+        return self.reduced(fp8.linear(x, weight, bias), reduce)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
@@ -168,46 +159,17 @@ class GaudiOps(Ops):
         residual = residual + x
         return self.rms_norm(residual, weight, eps, offset=offset), residual
 
-    def rotary(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos_sin: torch.Tensor,
-        meta: GaudiInputs,
-        *,
-        interleaved: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = ("rotary", id(cos_sin), interleaved)
-        if key not in meta.made:
-            both = cos_sin.index_select(0, meta.positions).unsqueeze(1).chunk(2, dim=-1)
-            if interleaved:
-                meta.made[key] = tuple(x.repeat_interleave(2, dim=-1) for x in both)
-            else:
-                meta.made[key] = tuple(torch.cat((x, x), dim=-1) for x in both)
-        cos, sin = meta.made[key]
+    def made(self, meta: GaudiInputs) -> dict[Any, Any]:
+        return meta.made
+
+    def turn(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> torch.Tensor:
         modes = self._lib.rotary_modes
         mode = modes.PAIRWISE if interleaved else modes.BLOCKWISE
-        size = cos.shape[-1]
-
-        def turned(x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self._lib.apply_rotary(x[..., :size], cos, sin, None, 0, mode)
-            out = out.to(x.dtype)  # the tables are float32, and so is what the kernel makes of them
-            return out if size == x.shape[-1] else torch.cat((out, x[..., size:]), dim=-1)
-
-        return turned(q), turned(k)
-
-    # ------------------------------------------------------------------------------- sampling
-
-    def sample(self, logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
-        """Greedy rows on the device. Seeded draws on the host: their bits come from 64-bit integers, which
-        the device has only as 32-bit ones."""
-        if rows.all_greedy:
-            return super().sample(logits, rows)
-        host = SampleInputs(
-            *(t.cpu() for t in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)),
-            *(t.cpu() for t in (rows.seed, rows.counter)),
-        )
-        return super().sample(logits.cpu(), host).to(self.device)
+        # The tables are float32, and so is what the kernel makes of them.
+        out: torch.Tensor = self._lib.apply_rotary(x, cos, sin, None, 0, mode)
+        return out
 
 
 def clear_blocks(handle: GaudiKV, blocks: torch.Tensor) -> None:

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from octavo.core.config import ConfigError
+
 PACKAGE = "habana_frameworks"
 
 
@@ -33,22 +35,48 @@ class Vendor:
 
 @cache
 def vendor() -> Vendor:
-    """Imports the package, which makes `hpu` a device of torch. Raises ImportError."""
-    import_module("habana_frameworks.torch")
-    kernels: Any = import_module("habana_frameworks.torch.hpex.kernels")
-    chips: Any = import_module("habana_frameworks.torch.utils.experimental")
-    return Vendor(
-        hpu=import_module("habana_frameworks.torch.hpu"),
-        mark_step=import_module("habana_frameworks.torch.core").mark_step,
-        fused_sdpa=kernels.FusedSDPA.apply,
-        fused_rms_norm=import_module(
-            "habana_frameworks.torch.hpex.normalization"
-        ).FusedRMSNorm.apply,
-        apply_rotary=kernels.apply_rotary_pos_emb,
-        rotary_modes=kernels.RotaryPosEmbeddingMode,
-        gaudi3=chips._get_device_type() == chips.synDeviceType.synDeviceGaudi3,
-        lazy=import_module("habana_frameworks.torch.utils.internal").is_lazy(),
-    )
+    """Imports the package, which makes `hpu` a device of torch.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        import_module("habana_frameworks.torch")
+        kernels: Any = import_module("habana_frameworks.torch.hpex.kernels")
+        norms: Any = import_module("habana_frameworks.torch.hpex.normalization")
+        chips: Any = import_module("habana_frameworks.torch.utils.experimental")
+        return Vendor(
+            hpu=import_module("habana_frameworks.torch.hpu"),
+            mark_step=import_module("habana_frameworks.torch.core").mark_step,
+            fused_sdpa=kernels.FusedSDPA.apply,
+            fused_rms_norm=norms.FusedRMSNorm.apply,
+            apply_rotary=kernels.apply_rotary_pos_emb,
+            rotary_modes=kernels.RotaryPosEmbeddingMode,
+            gaudi3=chips._get_device_type() == chips.synDeviceType.synDeviceGaudi3,
+            lazy=import_module("habana_frameworks.torch.utils.internal").is_lazy(),
+        )
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"--device hpu: importing {PACKAGE} failed: {error}. It must match this torch; see "
+            "docs/backends/gaudi.md"
+        ) from error
+
+
+def why_absent() -> str | None:
+    """Why no Gaudi can be used here, or None. Imports nothing."""
+    if find_spec(PACKAGE) is None:
+        return (
+            f"{PACKAGE} is not installed: it comes with Intel Gaudi's own torch "
+            "(docs/backends/gaudi.md)"
+        )
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    if stand_in() is None and not device_nodes():
+        return (
+            f"{PACKAGE} is installed, but the driver shows no device (no /dev/accel/accel*): "
+            "load habanalabs, or give the container its devices"
+        )
+    return None
 
 
 def stand_in() -> str | None:

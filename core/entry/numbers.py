@@ -106,7 +106,7 @@ def _kv_dtype(
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
         small = scheme is not None or dtype != "float32"
-        if capabilities.kv_follows_dtype:
+        if capabilities.kv_follows_dtype or capabilities.kv_equals_dtype:
             small = False
         kv_dtype = "float16" if small and "float16" in capabilities.kv_dtypes else dtype
         if kv_dtype != dtype:
@@ -116,5 +116,10 @@ def _kv_dtype(
         raise ConfigError(
             f"--kv-cache-dtype {kv_dtype} is not offered by {device}; "
             f"it has {', '.join(capabilities.kv_dtypes)}"
+        )
+    if capabilities.kv_equals_dtype and kv_dtype != dtype:
+        raise ConfigError(
+            f"--kv-cache-dtype {kv_dtype} beside {dtype} weights: attention on {device} takes queries "
+            "and cache of one dtype; leave it out, or ask for both in one"
         )
     return kv_dtype

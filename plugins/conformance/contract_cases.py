@@ -94,7 +94,7 @@ def pure_plan(subject: Subject, dice: Dice) -> Finding:
     nor to torch's."""
     heads = (4, 2)
     size, block = subject.head_size(dice), subject.block_size(dice)
-    dtype, kv_dtype = subject.dtypes[0], subject.capabilities.kv_dtypes[0]
+    dtype, kv_dtype = subject.beside(subject.dtypes[0])
     asked: dict[str, Any] = {"block_size": block, "heads": heads, "head_size": size}
     torch_before, own_before = _torch_state(), repr(vars(subject.backend))
     first = subject.plan(dtype, kv_dtype, **asked)
@@ -140,6 +140,8 @@ def told_capabilities(subject: Subject, dice: Dice) -> Finding:
     demand(bool(caps.dtypes) and bool(caps.kv_dtypes), "no dtype, or no KV dtype, is declared")
     strange = [d for d in caps.dtypes if d not in known]
     demand(not strange, f"dtypes {strange} are none of {', '.join(known)}")
+    alone = [d for d in caps.dtypes if caps.kv_equals_dtype and d not in caps.kv_dtypes]
+    demand(not alone, f"kv_equals_dtype is declared, but no KV cache in {alone}, which are dtypes")
     missing = [d for d in caps.native_dtypes if d not in caps.dtypes]
     demand(not missing, f"native dtypes {missing} are not among the dtypes {caps.dtypes}")
     demand(all(s >= 1 for s in caps.block_sizes) and bool(caps.block_sizes), "no block sizes")

@@ -179,7 +179,7 @@ def plainest(subject: Subject) -> tuple[str, str]:
     dtype = next(
         (d for d in ("float32", "float16", "bfloat16") if d in caps.dtypes), caps.dtypes[0]
     )
-    return dtype, dtype if dtype in caps.kv_dtypes else caps.kv_dtypes[0]
+    return subject.beside(dtype)
 
 
 # --------------------------------------------------------------------------------------- scenarios
@@ -291,8 +291,7 @@ SCENARIOS: dict[str, Callable[[Trial, Dice], str]] = {
 
 def through(subject: Subject, dice: Dice, model: str, scenario: str, dtype: str) -> Finding:
     """One scenario of one model."""
-    kv = subject.capabilities.kv_dtypes
-    numbers = plainest(subject) if not dtype else (dtype, dtype if dtype in kv else kv[0])
+    numbers = subject.beside(dtype) if dtype else plainest(subject)
     with trial(subject, dice, model, numbers) as t:
         try:
             return t.finding(SCENARIOS[scenario](t, dice))
@@ -343,10 +342,12 @@ def refuses(subject: Subject, dice: Dice, what: str) -> Finding:
     from octavo.core.config import DTYPES, KV_DTYPES
     from octavo.core.quantization import SCHEMES
 
+    dtype, kv_dtype = plainest(subject)
+    kv_dtypes = (kv_dtype,) if caps.kv_equals_dtype else caps.kv_dtypes
     sizes = [s for s in (1, 7, 16, 24, 48, 100, 128, 1000) if s not in caps.block_sizes]
     asked: dict[str, list[Any]] = {
         "dtype": [d for d in DTYPES[1:] if d not in caps.dtypes],
-        "kv_cache_dtype": [d for d in KV_DTYPES[1:] if d not in caps.kv_dtypes],
+        "kv_cache_dtype": [d for d in KV_DTYPES[1:] if d not in kv_dtypes],
         "block_size": sizes[-1:],
         "quantization": [s for s in SCHEMES if s not in caps.quantization],
         "batch_invariant": [True] * (not caps.batch_invariant),
@@ -354,7 +355,6 @@ def refuses(subject: Subject, dice: Dice, what: str) -> Finding:
     }
     if not asked[what]:
         raise NotOffered(f"nothing is left out: every {what.replace('_', ' ')} is declared")
-    dtype, kv_dtype = plainest(subject)
     for value in asked[what]:
         options = {"dtype": dtype, "kv_cache_dtype": kv_dtype, "num_kv_blocks": 16}
         size = tiny.head_size(caps, False)

@@ -41,8 +41,7 @@ def _tolerance(subject: Subject, dtype: str) -> float:
 
 
 def _rows(subject: Subject, dice: Dice, dtype: str) -> int:
-    kv = subject.capabilities.kv_dtypes
-    plan = subject.plan(dtype, dtype if dtype in kv else kv[0])
+    plan = subject.plan(*subject.beside(dtype))
     return rows_of(plan, dice, subject.size(64, 16))
 
 
@@ -133,8 +132,7 @@ def _product(
 
 def no_rows(subject: Subject, dice: Dice, dtype: str, scheme: str | None) -> Finding:
     """A step that finishes no prompt asks for the logits of no row."""
-    kv = subject.capabilities.kv_dtypes
-    plan = subject.plan(dtype, dtype if dtype in kv else kv[0])
+    plan = subject.plan(*subject.beside(dtype))
     if any(lane.row_buckets for lane in plan.lanes):
         raise NotOffered("rows of logits are padded to buckets")
     spec, parts, _ = _stacked(dice, "head", dtype, scheme)
@@ -237,8 +235,7 @@ def rotates(subject: Subject, dice: Dice, dtype: str, interleaved: bool) -> Find
         subject.heads(dice),
         subject.head_size(dice),
     )
-    kv = subject.capabilities.kv_dtypes
-    plan = subject.plan(dtype, dtype if dtype in kv else kv[0], heads=heads, head_size=size)
+    plan = subject.plan(*subject.beside(dtype), heads=heads, head_size=size)
     plan = padded(plan, subject.capabilities.shapes == "dynamic", dice)
     step = draw(dice, plan, "mixed", range(1, 24), 200)
     batch = build(plan, step)

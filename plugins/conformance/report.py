@@ -22,7 +22,7 @@ def number(value: float | None) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row's columns: what, dtype, state, cases, error, tolerance, speed, where, by what."""
+    """A row's columns: those of `HEAD`."""
     cases = f"{row.cases - row.failures}/{row.cases}" if row.failures else str(row.cases or "")
     return (
         row.op,
@@ -32,12 +32,16 @@ def cells(row: Row) -> tuple[str, ...]:
         number(row.error),
         number(row.tolerance),
         "" if row.speed is None else f"{row.speed:.2f}x",
+        row.speed_at,
         row.execution if row.group != "contract" else "",
         row.runs,
     )
 
 
-HEAD = ("", "dtype", "state", "cases", "worst error", "tolerance", "speed", "executed", "by")
+HEAD = (
+    *("", "dtype", "state", "cases", "worst error", "tolerance"),
+    *("speed", "measured at", "executed", "by"),
+)
 
 
 def verdict(card: Scorecard) -> str:

@@ -31,7 +31,7 @@ Z = 4.7534
 
 
 def _rows(subject: Subject, wanted: int) -> int:
-    plan = subject.plan(subject.dtypes[0], subject.capabilities.kv_dtypes[0])
+    plan = subject.plan(*subject.beside(subject.dtypes[0]))
     return logits_rows_of(plan, min(wanted, plan.max_logits_rows))
 
 

@@ -44,7 +44,8 @@ class Row:
     """All cases of one op (or contract rule, or way through the engine) and dtype together.
 
     error: the worst, and `tolerance` that of the same case. failing: the first failed case's id, which is
-    the seed of all that it draws. speed: how many times faster than the portable op on the same device.
+    the seed of all that it draws. speed: how many times faster than the portable op on the same device, and
+    `speed_at` of which shape.
     """
 
     group: Group
@@ -59,6 +60,7 @@ class Row:
     command: str | None = None
     detail: str = ""
     speed: float | None = None
+    speed_at: str = ""
     execution: Execution = "device"
     runs: str = ""
 
@@ -148,7 +150,7 @@ def gathered(
     results: Sequence[Result],
     *,
     word: str,
-    speeds: Mapping[tuple[str, str], float],
+    speeds: Mapping[tuple[str, str], tuple[float, str]],
     executions: Mapping[str, Execution],
     runs: Mapping[str, str],
 ) -> tuple[Row, ...]:
@@ -164,6 +166,7 @@ def gathered(
         measured = [c for c in failed or cases if c.error is not None]
         worst = max(measured, key=_badness, default=None)
         first = failed[0] if failed else None
+        speed, speed_at = speeds.get((op, dtype), (None, ""))
         rows.append(
             Row(
                 group=group,
@@ -177,7 +180,8 @@ def gathered(
                 failing=first.id if first else None,
                 command=f"octavo backend check {word} --only '{first.id}'" if first else None,
                 detail=first.detail if first else _details(cases),
-                speed=speeds.get((op, dtype)),
+                speed=speed,
+                speed_at=speed_at,
                 execution=executions.get(op, executions.get("", "device")),
                 runs=runs.get(op, ""),
             )

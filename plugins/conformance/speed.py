@@ -17,12 +17,19 @@ from octavo.plugins.conformance.subject import Subject, best_seconds
 
 HEADS, SIZE, CONTEXT = (8, 2), 64, 160
 
-Work = Callable[[], Any]
+WIDTH, VOCABULARY = 1024, 4096
+
+HEADS_WORDS = f"{HEADS[0]} and {HEADS[1]} heads of {SIZE}"
+
+Work = tuple[Callable[[], Any], str]
+"""Something to run, and its shape in words."""
 
 
-def speeds(subject: Subject, rows: Iterable[tuple[str, str]]) -> dict[tuple[str, str], float]:
-    """By (op, dtype): the portable op's time over this backend's. Rows without a workload, or that cannot
-    run so on this device, are left out."""
+def speeds(
+    subject: Subject, rows: Iterable[tuple[str, str]]
+) -> dict[tuple[str, str], tuple[float, str]]:
+    """By (op, dtype): the portable op's time over this backend's, and at which shape. Rows without a
+    workload, or that cannot run so on this device, are left out."""
     found = {}
     with torch.inference_mode():
         for op, dtype in rows:
@@ -31,9 +38,10 @@ def speeds(subject: Subject, rows: Iterable[tuple[str, str]]) -> dict[tuple[str,
                 theirs = _work(subject, op, dtype, subject.portable, _plain(subject))
                 if mine is None or theirs is None:
                     continue
-                mine(), theirs()
-                own = best_seconds(mine, subject.settle)
-                found[op, dtype] = round(best_seconds(theirs, subject.settle) / own, 3)
+                (run, shape), (run_theirs, _) = mine, theirs
+                run(), run_theirs()
+                own = best_seconds(run, subject.settle)
+                found[op, dtype] = round(best_seconds(run_theirs, subject.settle) / own, 3), shape
             except (RuntimeError, NotImplementedError, NotOffered, ValueError, TypeError, KeyError):
                 continue  # the portable op cannot stand in here (a KV dtype of the backend's own)
     return found
@@ -55,25 +63,26 @@ def _work(
     kind = subject.activation(dtype if dtype in subject.dtypes else subject.dtypes[0])
     if ops is subject.portable and scheme is None:
         kind = portable_ops.DTYPES[dtype]
-    x = torch.ones(64, 1024, dtype=kind, device=subject.torch_device)
+    x = torch.ones(64, WIDTH, dtype=kind, device=subject.torch_device)
+    shape = f"64 rows of {WIDTH}"
     if op in ("linear", "embedding", "tied_weight"):
         role: Any = "embedding" if op == "embedding" else "linear"
         group = 32 if scheme == "int4" else 0
-        spec = WeightSpec("w", role, (("w", (1024, 1024)),), scheme=scheme, group=group)
-        weight = ops.pack_weight({"w": torch.ones(1024, 1024)}, spec, dtype)
+        spec = WeightSpec("w", role, (("w", (WIDTH, WIDTH)),), scheme=scheme, group=group)
+        weight = ops.pack_weight({"w": torch.ones(WIDTH, WIDTH)}, spec, dtype)
         if op == "embedding":
             ids = torch.arange(64, device=subject.torch_device)
-            return lambda: ops.embedding(ids, weight)
-        return lambda: ops.linear(x[:8], weight)
+            return lambda: ops.embedding(ids, weight), f"64 of {WIDTH} rows of {WIDTH}"
+        return lambda: ops.linear(x[:8], weight), f"8 rows, {WIDTH} to {WIDTH}"
     if op in ("rms_norm", "add_rms_norm"):
-        spec = WeightSpec("n", "norm", (("n", (1024,)),))
-        weight = ops.pack_weight({"n": torch.ones(1024)}, spec, dtype)
+        spec = WeightSpec("n", "norm", (("n", (WIDTH,)),))
+        weight = ops.pack_weight({"n": torch.ones(WIDTH)}, spec, dtype)
         if op == "rms_norm":
-            return lambda: ops.rms_norm(x, weight, 1e-5)
+            return lambda: ops.rms_norm(x, weight, 1e-5), shape
         other = torch.ones_like(x)
-        return lambda: ops.add_rms_norm(x, other, weight, 1e-5)
+        return lambda: ops.add_rms_norm(x, other, weight, 1e-5), shape
     if op == "act_and_mul":
-        return lambda: ops.act_and_mul(x, "silu")
+        return lambda: ops.act_and_mul(x, "silu"), shape
     return None
 
 
@@ -103,7 +112,7 @@ def _cached(
         def copy() -> None:
             state["kv"] = ops.copy_blocks(state["kv"], [(1, 2), (1, 3)])
 
-        return copy
+        return copy, f"2 copies of {plan.block_size} tokens, 2 layers"
     meta = prepare(build(plan, Step(number, pieces)))
     rows = len(meta.token_ids)
     kind = subject.activation(dtype)
@@ -111,22 +120,26 @@ def _cached(
     k = torch.ones(rows, HEADS[1], SIZE, dtype=kind, device=subject.torch_device)
     if op == "rotary":
         table = torch.ones(512, SIZE, device=subject.torch_device)
-        return lambda: ops.rotary(q, k, table, meta)
+        return lambda: ops.rotary(q, k, table, meta), f"{rows} rows, {HEADS_WORDS}"
     if op == "write_kv":
 
         def write() -> None:
             state["kv"][0] = ops.write_kv(state["kv"][0], k, k, meta)
 
-        return write
-    return lambda: ops.paged_attention(q, state["kv"][0], meta, scale=SIZE**-0.5)
+        return write, f"{rows} rows, {HEADS[1]} heads of {SIZE}"
+    return (
+        lambda: ops.paged_attention(q, state["kv"][0], meta, scale=SIZE**-0.5),
+        f"{seqs} x {CONTEXT} tokens, {HEADS_WORDS}",
+    )
 
 
 def _drawing(subject: Subject, op: str, ops: Ops) -> Work:
     dice = np.random.default_rng(1)
-    logits = subject.put(dice.standard_normal((8, 4096)), torch.float32)
+    logits = subject.put(dice.standard_normal((8, VOCABULARY)), torch.float32)
+    shape = f"8 rows of {VOCABULARY}"
     if op == "token_logprobs":
         ids = subject.ids([5] * 8)
-        return lambda: ops.token_logprobs(logits, ids)
+        return lambda: ops.token_logprobs(logits, ids), shape
 
     def column(value: float, kind: Any) -> torch.Tensor:
         return torch.from_numpy(np.full(8, value, kind)).to(subject.torch_device)
@@ -139,4 +152,4 @@ def _drawing(subject: Subject, op: str, ops: Ops) -> Work:
         seed=column(7, np.int64),
         counter=column(3, np.int64),
     )
-    return lambda: ops.sample(logits.clone(), rows)
+    return lambda: ops.sample(logits.clone(), rows), shape

@@ -113,11 +113,17 @@ class Subject:
     def numbers(self) -> list[tuple[str, str]]:
         """(dtype, KV dtype) pairs to try: each of both at least once, or with --full all."""
         dtypes, kv_dtypes = self.capabilities.dtypes, self.capabilities.kv_dtypes
-        if self.full:
-            return [(d, k) for d in dtypes for k in kv_dtypes]
-        pairs = {(d, d if d in kv_dtypes else kv_dtypes[0]): None for d in dtypes}
-        pairs |= {(dtypes[0], k): None for k in kv_dtypes}
+        pairs = {self.beside(d): None for d in dtypes}
+        if not self.capabilities.kv_equals_dtype:
+            pairs |= {
+                (d, k): None for d in (dtypes if self.full else dtypes[:1]) for k in kv_dtypes
+            }
         return list(pairs)
+
+    def beside(self, dtype: str) -> tuple[str, str]:
+        """The dtype and one of a KV cache beside it: the same, if there is such a cache."""
+        kv_dtypes = self.capabilities.kv_dtypes
+        return dtype, dtype if dtype in kv_dtypes else kv_dtypes[0]
 
     def head_size(self, dice: Dice) -> int:
         """One that is declared: as a rule one that models have."""

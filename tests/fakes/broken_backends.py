@@ -138,6 +138,21 @@ class AnotherContract(Sound):
     api_version = (7, 0)
 
 
+class OneDtype(Sound):
+    """Right; weights and cache are of one dtype."""
+
+    def capabilities(self, device: str) -> Capabilities:
+        both = ("float32", "bfloat16")
+        return replace(
+            super().capabilities(device), dtypes=both, kv_dtypes=both, kv_equals_dtype=True
+        )
+
+
+class NoCacheForADtype(OneDtype):
+    def capabilities(self, device: str) -> Capabilities:
+        return replace(super().capabilities(device), kv_dtypes=("float32",))
+
+
 class TokensFromTheWrongEnd(Sound):
     """Right in every op; the program it compiles for drawing takes the least likely token."""
 

@@ -78,6 +78,7 @@ def numbers(offered: tuple[str, ...] = ("int8", "int4"), **options: Any) -> Any:
         dtypes=("float32", "bfloat16", "float16"),
         native_dtypes=("float32", "bfloat16"),
         kv_dtypes=options.pop("kv", ("float32", "float16", "bfloat16")),
+        kv_equals_dtype=options.pop("equal", False),
         quantization=offered,
     )
     return choose_numbers(EngineConfig(**options), stored, capabilities, "chip", SCHEMES)
@@ -94,6 +95,9 @@ def numbers(offered: tuple[str, ...] = ("int8", "int4"), **options: Any) -> Any:
         ({"quantization": "int4", "kv_cache_dtype": "float32"}, "float32", "float32"),
         ({"quantization": "int8", "kv": ("float32",)}, "float32", "float32"),
         ({"dtype": "bfloat16", "kv": ("bfloat16",)}, "bfloat16", "bfloat16"),
+        ({"dtype": "bfloat16", "equal": True}, "bfloat16", "bfloat16"),
+        ({"quantization": "int8", "equal": True}, "float32", "float32"),
+        ({"kv_cache_dtype": "float32", "equal": True}, "float32", "float32"),
     ],
 )
 def test_the_kv_cache_is_as_small_as_the_weights_justify(
@@ -120,6 +124,8 @@ def test_a_device_without_float32_gets_what_it_has(stored: str) -> None:
         ({"quantization": "int5"}, ConfigError, r"'int5' is not known \(did you mean.*int4, int8"),
         ({"quantization": "int4", "offered": ("int8",)}, ConfigError, "int4 weights, which chip.*it has int8"),
         ({"quantization": "int8", "offered": ()}, ConfigError, "quantises nothing: leave it out"),
+        ({"kv_cache_dtype": "float16", "equal": True}, ConfigError,
+         "--kv-cache-dtype float16 beside float32 weights: .* one dtype; leave it out"),
         ({"stored": {"quantization_config": {"quant_method": "gptq"}}}, ModelConfigError, r"\(gptq\)"),
         ({"stored": {"quantization_config": {"quant_method": "int8"}}}, ModelConfigError, r"\(int8\)"),
     ],

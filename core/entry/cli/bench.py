@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
+from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry.cli import (
     bench_kv_waste,
     bench_latency,
@@ -25,9 +25,9 @@ from octavo.core.entry.cli import (
     bench_startup,
     bench_variants,
 )
-from octavo.core.entry.cli.bench_options import count
+from octavo.core.entry.cli.bench_options import count, prepared, warned_if_busy
 from octavo.core.entry.cli.failure import CommandFailed
-from octavo.core.entry.cli.options import add_engine_options, engine_config
+from octavo.core.entry.cli.options import add_engine_options
 
 if TYPE_CHECKING:
     from octavo.core.entry.bench.compare import Comparison
@@ -104,9 +104,7 @@ def run(options: argparse.Namespace) -> None:
     if options.kind in _KINDS:
         _KINDS[options.kind].run(options)
         return
-    prepare_thread_environment()
-    config = engine_config(options)
-    from octavo.core.entry.bench.machine import idle_warning
+    config = prepared(options)
     from octavo.core.entry.bench.workload import make_workload
     from octavo.core.entry.front import load_front, load_progress
 
@@ -123,10 +121,7 @@ def run(options: argparse.Namespace) -> None:
             f"workload {workload.name} asks for structured output, which transformers has not: leave out "
             "--compare, or take another workload"
         )
-    warning = idle_warning()
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr)
-    _measure(options, config, front, workload, warning)
+    _measure(options, config, front, workload, warned_if_busy())
 
 
 def _measure(

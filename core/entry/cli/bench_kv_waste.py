@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
-from octavo.core.entry.cli.bench_options import add_output_options, count
+from octavo.core.entry.cli.bench_options import (
+    add_output_options,
+    count,
+    require_plots,
+    write_plots,
+)
 
 
 def add_parser(kinds: Any) -> None:
@@ -54,10 +58,7 @@ def add_parser(kinds: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Replays and prints."""
-    if options.plot is not None:
-        from octavo.core.entry.bench import plots
-
-        plots.require()
+    require_plots(options)
     from octavo.core.entry.bench import kv_report
     from octavo.core.entry.bench.kv_waste import Pool, make_trace, replay_all
     from octavo.core.entry.bench.stats import write_json
@@ -81,6 +82,4 @@ def run(options: argparse.Namespace) -> None:
     if options.json is not None:
         found = kv_report.record(results, pool, options.allocator, options.seed)
         write_json(options.json, found)
-    if options.plot is not None:
-        for path in kv_report.plot(options.plot, results):
-            print(f"wrote {path}", file=sys.stderr)
+    write_plots(options, kv_report.plot, results)

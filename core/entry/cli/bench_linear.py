@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
-from octavo.core.entry.cli.bench_options import add_record_options, count, counts, watched
-from octavo.core.entry.cli.options import add_engine_options, engine_config
+from octavo.core.config import ConfigError
+from octavo.core.entry.cli.bench_options import (
+    add_record_options,
+    count,
+    counts,
+    measuring,
+    prepared,
+    watched,
+)
+from octavo.core.entry.cli.options import add_engine_options
 
 
 def add_parser(kinds: Any) -> None:
@@ -44,10 +51,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         CommandFailed: a path gives wrong results.
     """
-    from octavo.core.config import ConfigError, prepare_thread_environment
-
-    prepare_thread_environment()
-    config = engine_config(options)
+    config = prepared(options)
     from octavo.core.entry.bench import linear, roofline
     from octavo.core.entry.cli.failure import CommandFailed
     from octavo.core.entry.front import load_progress
@@ -70,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
                 linear.chosen(paths, options.formats),
                 options.rows,
                 options.passes,
-                lambda what: print(f"measuring {what} …", file=sys.stderr),
+                measuring,
             )
             record({"isa": options.isa or best, **linear.record(cases, refused)}, None)
     except linear.WrongResult as error:

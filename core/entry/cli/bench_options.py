@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from octavo.core.config import EngineConfig
+from octavo.core.config import EngineConfig, prepare_thread_environment
+from octavo.core.entry.cli.options import engine_config
 
 
 def count(text: str) -> int:
@@ -49,6 +49,46 @@ def add_record_options(group: Any) -> None:
     group.add_argument("--json", type=Path, metavar="FILE", help="write everything measured here")
 
 
+def require_plots(options: argparse.Namespace) -> None:
+    """Raises ConfigError where --plot is asked for and cannot be served: before anything is measured."""
+    if options.plot is not None:
+        from octavo.core.entry.bench import plots
+
+        plots.require()
+
+
+def write_plots(
+    options: argparse.Namespace, plot: Callable[..., Iterable[Path]], *args: Any
+) -> None:
+    """Draws plot(folder, *args) where --plot names a folder, and tells which files that made."""
+    if options.plot is not None:
+        for path in plot(options.plot, *args):
+            print(f"wrote {path}", file=sys.stderr)
+
+
+def prepared(options: argparse.Namespace) -> EngineConfig:
+    """The engine's configuration. Called before torch is imported: its threads are set up by it."""
+    if "plot" in options:
+        require_plots(options)
+    prepare_thread_environment()
+    return engine_config(options)
+
+
+def measuring(what: str) -> None:
+    """Says on standard error what is measured next."""
+    print(f"measuring {what} …", file=sys.stderr)
+
+
+def warned_if_busy() -> str | None:
+    """The warning, printed on standard error, that this machine is not idle."""
+    from octavo.core.entry.bench.machine import idle_warning
+
+    warning = idle_warning()
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
+    return warning
+
+
 @contextmanager
 def watched(
     options: argparse.Namespace, config: EngineConfig
@@ -60,12 +100,10 @@ def watched(
     """
     import msgspec
 
-    from octavo.core.entry.bench.machine import LoadMeter, describe, idle_warning
+    from octavo.core.entry.bench.machine import LoadMeter, describe
     from octavo.core.entry.bench.stats import write_json
 
-    warning = idle_warning()
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr)
+    warning = warned_if_busy()
     found: dict[str, Any] = {"format": 1}  # counts changes of the meaning
 
     def record(values: dict[str, Any], info: Any) -> None:

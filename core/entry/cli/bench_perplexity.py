@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
-from octavo.core.entry.cli.bench_options import count
-from octavo.core.entry.cli.options import add_engine_options, add_options, engine_config
+from octavo.core.config import ConfigError, EngineConfig
+from octavo.core.entry.cli.bench_options import count, prepared
+from octavo.core.entry.cli.options import add_engine_options, add_options
 from octavo.core.entry.cli.settings import ENGINE
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ def with_flags(config: EngineConfig, flags: str) -> EngineConfig:
 
 def run(options: argparse.Namespace) -> None:
     """Measures and prints."""
-    prepare_thread_environment()
-    config = engine_config(options)
+    config = prepared(options)
     from octavo.core.entry.bench import perplexity
     from octavo.core.entry.front import load_front, load_progress
 

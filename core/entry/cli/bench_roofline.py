@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from octavo.core.entry.cli.bench_options import add_record_options, count, counts, watched
-from octavo.core.entry.cli.options import add_engine_options, engine_config
+from octavo.core.entry.cli.bench_options import add_record_options, count, counts, prepared, watched
+from octavo.core.entry.cli.options import add_engine_options
 
 
 def add_parser(kinds: Any) -> None:
@@ -39,10 +39,7 @@ def add_parser(kinds: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures and prints."""
-    from octavo.core.config import prepare_thread_environment
-
-    prepare_thread_environment()
-    config = engine_config(options)
+    config = prepared(options)
     from octavo.core.entry.bench import roofline
     from octavo.core.entry.front import load_progress
     from octavo.core.entry.wiring import resolve_model

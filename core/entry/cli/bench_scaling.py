@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from octavo.core.entry.cli.bench_options import (
@@ -11,9 +10,12 @@ from octavo.core.entry.cli.bench_options import (
     add_table_options,
     count,
     counts,
+    measuring,
+    prepared,
     watched,
+    write_plots,
 )
-from octavo.core.entry.cli.options import add_engine_options, engine_config
+from octavo.core.entry.cli.options import add_engine_options
 
 
 def add_parser(kinds: Any) -> None:
@@ -46,14 +48,7 @@ def add_parser(kinds: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures and prints."""
-    from octavo.core.config import prepare_thread_environment
-
-    if options.plot is not None:
-        from octavo.core.entry.bench import plots
-
-        plots.require()
-    prepare_thread_environment()
-    config = engine_config(options)
+    config = prepared(options)
     from octavo.core.entry.bench import scaling
     from octavo.core.entry.front import load_progress
     from octavo.core.entry.wiring import resolve_model
@@ -67,10 +62,8 @@ def run(options: argparse.Namespace) -> None:
             batch_context=options.batch_context,
             contexts=options.context,
             repeats=options.repeats,
-            progress=lambda what: print(f"measuring {what} …", file=sys.stderr),
+            progress=measuring,
         )
         record(scaling.record(found), found.info)
     print(scaling.table(found, as_markdown=options.markdown))
-    if options.plot is not None:
-        for path in scaling.plot(options.plot, found):
-            print(f"wrote {path}", file=sys.stderr)
+    write_plots(options, scaling.plot, found)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from octavo.core.config import ConfigError, nearest
-from octavo.core.entry.cli.bench_options import count, counts
+from octavo.core.entry.cli.bench_options import count, counts, warned_if_busy
 
 
 def add_parser(kinds: Any) -> None:
@@ -48,7 +47,6 @@ def run(options: argparse.Namespace) -> None:
         ConfigError: an unknown case.
     """
     from octavo.core.entry.bench import scheduling
-    from octavo.core.entry.bench.machine import idle_warning
     from octavo.core.entry.bench.stats import write_json
 
     cases = list(dict.fromkeys(options.case.split(",")))
@@ -58,8 +56,7 @@ def run(options: argparse.Namespace) -> None:
                 f"unknown case {name!r}{nearest(name, scheduling.CASES)}; "
                 f"there are {', '.join(scheduling.CASES)}"
             )
-    if warning := idle_warning():
-        print(f"warning: {warning}", file=sys.stderr)
+    warning = warned_if_busy()
     found = scheduling.measure(cases, options.running, options.waiting, options.steps)
     print(scheduling.table(found))
     if options.json is not None:

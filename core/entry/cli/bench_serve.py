@@ -10,7 +10,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError
-from octavo.core.entry.cli.bench_options import add_output_options, count, counts
+from octavo.core.entry.cli.bench_options import (
+    add_output_options,
+    count,
+    counts,
+    require_plots,
+    warned_if_busy,
+    write_plots,
+)
 from octavo.core.entry.cli.failure import CommandFailed
 from octavo.core.entry.cli.options import add_engine_options, engine_arguments, engine_config
 
@@ -134,18 +141,12 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         CommandFailed: the server cannot be started or reached, or no request succeeded.
     """
-    if options.plot is not None:
-        from octavo.core.entry.bench import plots
-
-        plots.require()
+    require_plots(options)
     from octavo.core.entry.bench.http_client import Client
-    from octavo.core.entry.bench.machine import idle_warning
     from octavo.core.entry.bench.server_process import API_KEY, started
 
     workload, text = _workload(options)
-    warning = idle_warning()
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr)
+    warning = warned_if_busy()
     with ExitStack() as stack:
         server = None
         if options.url is None:
@@ -266,8 +267,6 @@ def _report(
             "disturbed": warning,
         }
         write_json(options.json, found)
-    if options.plot is not None:
-        for path in serving_report.plot(options.plot, values, target.model):
-            print(f"wrote {path}", file=sys.stderr)
+    write_plots(options, serving_report.plot, values, target.model)
     if not any(point.run.good for point in points):
         raise CommandFailed("no request succeeded")

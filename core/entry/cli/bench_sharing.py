@@ -11,9 +11,11 @@ from octavo.core.entry.cli.bench_options import (
     add_table_options,
     count,
     counts,
+    prepared,
     watched,
+    write_plots,
 )
-from octavo.core.entry.cli.options import add_engine_options, engine_config
+from octavo.core.entry.cli.options import add_engine_options
 
 
 def add_parser(kinds: Any) -> None:
@@ -58,14 +60,7 @@ def add_parser(kinds: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures and prints."""
-    from octavo.core.config import prepare_thread_environment
-
-    if options.plot is not None:
-        from octavo.core.entry.bench import plots
-
-        plots.require()
-    prepare_thread_environment()
-    config = engine_config(options)
+    config = prepared(options)
     from octavo.core.entry.bench import sharing
     from octavo.core.entry.bench.kv_waste import make_trace
     from octavo.core.entry.llm import LLM
@@ -104,6 +99,4 @@ def run(options: argparse.Namespace) -> None:
         record(sharing.record(found), info)
     name = f"{info.name} ({info.device}, {info.numbers}), blocks of {info.block_size}"
     print(f"{name}\n\n{sharing.table(found, as_markdown=options.markdown)}")
-    if options.plot is not None:
-        for path in sharing.plot(options.plot, found, name):
-            print(f"wrote {path}", file=sys.stderr)
+    write_plots(options, sharing.plot, found, name)

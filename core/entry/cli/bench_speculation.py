@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from octavo.core.entry.cli.bench_options import (
@@ -11,9 +10,12 @@ from octavo.core.entry.cli.bench_options import (
     add_table_options,
     count,
     counts,
+    measuring,
+    prepared,
     watched,
+    write_plots,
 )
-from octavo.core.entry.cli.options import add_engine_options, engine_config
+from octavo.core.entry.cli.options import add_engine_options
 
 
 def add_parser(kinds: Any) -> None:
@@ -43,14 +45,7 @@ def add_parser(kinds: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures and prints."""
-    from octavo.core.config import prepare_thread_environment
-
-    if options.plot is not None:
-        from octavo.core.entry.bench import plots
-
-        plots.require()
-    prepare_thread_environment()
-    config = engine_config(options)
+    config = prepared(options)
     if config.speculative_config is None:
         config = config.with_values(speculative_config={"method": "ngram"})
     from octavo.core.entry.bench import speculation
@@ -62,11 +57,9 @@ def run(options: argparse.Namespace) -> None:
             options.streams,
             options.output_len,
             options.repeats,
-            progress=lambda what: print(f"measuring {what} …", file=sys.stderr),
+            progress=measuring,
         )
         name = f"{llm.info.name} ({llm.info.device}, {llm.info.numbers})"
         record(speculation.record(found), llm.info)
     print(f"{name}\n\n{speculation.table(found, as_markdown=options.markdown)}")
-    if options.plot is not None:
-        for path in speculation.plot(options.plot, found, name):
-            print(f"wrote {path}", file=sys.stderr)
+    write_plots(options, speculation.plot, found, name)

@@ -6,7 +6,13 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from octavo.core.entry.cli.bench_options import add_output_options, count
+from octavo.core.entry.cli.bench_options import (
+    add_output_options,
+    count,
+    require_plots,
+    warned_if_busy,
+    write_plots,
+)
 from octavo.core.entry.cli.options import add_engine_options, engine_arguments, engine_config
 
 if TYPE_CHECKING:
@@ -47,18 +53,13 @@ def _kinds(text: str) -> list[str]:
 
 def run(options: argparse.Namespace) -> None:
     """Measures and prints."""
-    if options.plot is not None:
-        from octavo.core.entry.bench import plots
-
-        plots.require()
+    require_plots(options)
     engine_config(options)  # a mistake is told here, not by a child
     from octavo.core.entry.bench import startup
-    from octavo.core.entry.bench.machine import describe, idle_warning
+    from octavo.core.entry.bench.machine import describe
     from octavo.core.entry.bench.stats import write_json
 
-    warning = idle_warning()
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr)
+    warning = warned_if_busy()
     arguments = engine_arguments(options)
     found, model = {}, ""
     for kind in options.what:
@@ -78,9 +79,7 @@ def run(options: argparse.Namespace) -> None:
             "disturbed": warning,
         }
         write_json(options.json, record)
-    if options.plot is not None:
-        for path in startup.plot(options.plot, found, model):
-            print(f"wrote {path}", file=sys.stderr)
+    write_plots(options, startup.plot, found, model)
 
 
 def _generate(arguments: list[str]) -> Start:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo.core.config import ConfigError
-from octavo.core.entry.cli.bench_options import add_record_options, count, watched
+from octavo.core.entry.cli.bench_options import (
+    add_record_options,
+    count,
+    measuring,
+    prepared,
+    watched,
+)
 from octavo.core.entry.cli.options import add_engine_options, engine_arguments, engine_config
 
 if TYPE_CHECKING:
@@ -49,11 +54,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: a variant that cannot be run beside the others.
     """
-    from octavo.core.config import prepare_thread_environment
-
-    prepare_thread_environment()
-    configs = _configs(options)
-    config = configs["base"]
+    config = prepared(options)
+    configs = _configs(options, config)
     from octavo.core.entry.bench import variants
     from octavo.core.entry.bench.throughput import Bench
     from octavo.core.entry.bench.workload import make_workload
@@ -74,10 +76,7 @@ def run(options: argparse.Namespace) -> None:
             stack.callback(engine.shutdown)
             benches[name] = Bench(engine, front.tokenizer)
         with watched(options, config) as record:
-            found = variants.measure(
-                benches, workload, options.repeats,
-                progress=lambda what: print(f"measuring {what} …", file=sys.stderr),
-            )  # fmt: skip
+            found = variants.measure(benches, workload, options.repeats, measuring)
             info = benches["base"].engine.info
             record(variants.record(found, workload), info)
     print(f"{info.name} ({info.device}, {info.numbers}), workload {workload.name}\n")
@@ -89,8 +88,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _configs(options: argparse.Namespace) -> dict[str, EngineConfig]:
-    base = engine_config(options)
+def _configs(options: argparse.Namespace, base: EngineConfig) -> dict[str, EngineConfig]:
     found = {"base": base}
     for text in options.variants:
         name, equals, flags = text.partition("=")

@@ -32,16 +32,33 @@ from octavo.core.types import CompletionOutput, RequestOutput, RequestOutputKind
 async def chat_completions(state: ServerState, call: Call) -> Answer:
     """The endpoint's handler."""
     request = state.decode(call, ChatRequest)
-    llm = state.ready()
+    state.ready()
     model = state.check_model(request.model)
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    params, reading, outputs = await begun(state, request, kind)
+    answer = _ChatAnswer(state, call, request, params, reading)
+    if request.stream:
+        return answer.stream(Envelope("chatcmpl", "chat.completion.chunk", model), outputs)
+    return await answer.whole(Envelope("chatcmpl", "chat.completion", model), outputs)
+
+
+async def begun(
+    state: ServerState, request: ChatRequest, kind: RequestOutputKind
+) -> tuple[SamplingParams, Reading, Outputs]:
+    """How a request's tokens are drawn, how its text is read, and its outputs; nothing runs before the
+    first of these is asked for.
+
+    Raises:
+        ApiError, ParamError: a 400 that names the field; a 429.
+    """
     request.check()
     state.check_queue()
+    llm = state.llm
     use = tool_use(request, state.formats)
     params = request.sampling(llm.inputs.default_params)
     prompt = await render(state, request, use.told)
     reading = reading_of(request, use, state.formats, prompt.text)
     params = await constrained(params, reading, state.formats)
-    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     params = msgspec.structs.replace(params, output_kind=kind)
     outputs = run_all(
         llm,
@@ -51,10 +68,7 @@ async def chat_completions(state: ServerState, call: Call) -> Answer:
         cache_salt=request.cache_salt,
         shown_special=reading.shown_special,
     )
-    answer = _ChatAnswer(state, call, request, params, reading)
-    if request.stream:
-        return answer.stream(Envelope("chatcmpl", "chat.completion.chunk", model), outputs)
-    return await answer.whole(Envelope("chatcmpl", "chat.completion", model), outputs)
+    return params, reading, outputs
 
 
 async def render_tokenize(state: ServerState, request: TokenizeRequest) -> Prompt:

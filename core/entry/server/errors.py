@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 
@@ -48,6 +50,33 @@ class ApiError(Exception):
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(name: str, why: str | None = None) -> ApiError:
+    """A 400 for a field that nothing here implements."""
+    what = (
+        f"{name} is not supported by this server; leave it out" if why is None else f"{name}: {why}"
+    )
+    return bad_request(name, what, "unsupported")
+
+
+def refuse_unsupported(
+    request: msgspec.Struct,
+    neutral: Mapping[str, tuple[Any, ...]],
+    why: Mapping[str, str] | None = None,
+) -> None:
+    """Refuses fields without an implementation that hold none of the values which ask for nothing.
+
+    why: what is said of a field, where there is more to say than that it is not supported.
+
+    Raises:
+        ApiError: a 400 that names the field.
+    """
+    for name, values in neutral.items():
+        value = getattr(request, name, None)
+        # Of one type, too, where Python takes True for 1.
+        if value is not None and not any(type(value) is type(v) and value == v for v in values):
+            raise unsupported(name, (why or {}).get(name))
 
 
 def as_api_error(error: Exception) -> ApiError:

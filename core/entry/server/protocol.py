@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from octavo.core.config import nearest
-from octavo.core.entry.server.errors import bad_request
+from octavo.core.entry.server.errors import bad_request, refuse_unsupported, unsupported
 from octavo.core.entry.server.structured import structured_outputs
 from octavo.core.types import MAX_LOGPROBS, SamplingParams
 
@@ -156,20 +156,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         Raises:
             ApiError: a 400 that names the field.
         """
-        for name in NEUTRAL:
-            if not asks_for_nothing(name, getattr(self, name, None)):
-                raise bad_request(
-                    name, f"{name} is not supported by this server; leave it out", "unsupported"
-                )
+        refuse_unsupported(self, NEUTRAL)
         options = self.stream_options
         if options is not None and not self.stream:
             raise bad_request("stream_options", "stream_options needs stream=true")
         if options is not None and options.include_obfuscation:
-            raise bad_request(
-                "stream_options.include_obfuscation",
-                "include_obfuscation is not supported by this server; leave it out",
-                "unsupported",
-            )
+            raise unsupported("stream_options.include_obfuscation")
         if self.stream and not self.use_beam_search and (self.best_of or 1) > (self.n or 1):
             raise bad_request(
                 "best_of",

@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 
 from octavo.core.entry.server.answer import Usage, finish_fields
-from octavo.core.entry.server.chat import Choice, render
+from octavo.core.entry.server.chat import Choice, begun
 from octavo.core.entry.server.errors import ApiError, as_api_error
-from octavo.core.entry.server.fanout import Outputs, run_all
+from octavo.core.entry.server.fanout import Outputs
 from octavo.core.entry.server.http import Answer, Call
 from octavo.core.entry.server.logprobs import TokenNames, chat_logprobs
 from octavo.core.entry.server.responses_request import ResponsesRequest, in_own_words
 from octavo.core.entry.server.state import ServerState
-from octavo.core.entry.server.tools import Reading, constrained, reading_of, tool_use
+from octavo.core.entry.server.tools import Reading
 from octavo.core.types import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
@@ -33,28 +33,12 @@ Event = dict[str, Any]
 async def responses(state: ServerState, call: Call) -> Answer:
     """The endpoint's handler."""
     request = state.decode(call, ResponsesRequest)
-    llm = state.ready()
+    state.ready()
     model = state.check_model(request.model)
     try:
-        chat = request.as_chat()
-        chat.check()
-        state.check_queue()
-        use = tool_use(chat, state.formats)
-        params = chat.sampling(llm.inputs.default_params)
-        prompt = await render(state, chat, use.told)
-        reading = reading_of(chat, use, state.formats, prompt.text)
-        params = await constrained(params, reading, state.formats)
+        params, reading, outputs = await begun(state, request.as_chat(), RequestOutputKind.DELTA)
     except Exception as error:
         raise in_own_words(as_api_error(error)) from error
-    params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
-    outputs = run_all(
-        llm,
-        [prompt],
-        params,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-        shown_special=reading.shown_special,
-    )
     outputs = _in_own_words(outputs)
     answer = _Response(state, call, request, model, params, reading)
     return answer.stream(outputs) if request.stream else await answer.whole(outputs)

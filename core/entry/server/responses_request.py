@@ -6,7 +6,12 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.entry.server.errors import ApiError, bad_request
+from octavo.core.entry.server.errors import (
+    ApiError,
+    bad_request,
+    refuse_unsupported,
+    unsupported,
+)
 from octavo.core.entry.server.protocol import ChatRequest
 
 LOGPROBS = "message.output_text.logprobs"
@@ -141,12 +146,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return LOGPROBS in (self.include or ())
 
     def _check(self) -> None:
-        for name, neutral in NEUTRAL.items():
-            value = getattr(self, name)
-            if value is None or any(type(value) is type(n) and value == n for n in neutral):
-                continue
-            why = _WHY.get(name, "not supported by this server; leave it out")
-            raise bad_request(name, f"{name}: {why}", "unsupported")
+        refuse_unsupported(self, NEUTRAL, _WHY)
         for i, name in enumerate(self.include or ()):
             if name != LOGPROBS:
                 where = f"include[{i}]"
@@ -163,11 +163,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
                 "stream_options", "stream_options may hold include_obfuscation and nothing else"
             )
         if options and options.get("include_obfuscation"):
-            raise bad_request(
-                "stream_options.include_obfuscation",
-                "include_obfuscation is not supported by this server; leave it out",
-                "unsupported",
-            )
+            raise unsupported("stream_options.include_obfuscation")
 
     def _format(self) -> Any:
         text = self.text

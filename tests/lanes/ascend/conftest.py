@@ -30,7 +30,7 @@ from octavo.backends.ascend.backend import AscendBackend
 from octavo.backends.ascend.vendor import vendor
 from octavo.backends.reference.backend import ReferenceBackend
 from octavo.core.entry import wiring
-from octavo.plugins import Probe, hookimpl
+from octavo.plugins import hookimpl
 from octavo.plugins.manager import Plugins
 
 vendor()  # torch-npu and its ATB operations
@@ -40,11 +40,12 @@ class StandInAscend(AscendBackend):
     """The backend as it is, with tensors in host memory and float32 beside, to compare numbers exactly."""
 
     dtypes = ("bfloat16", "float32")
-    executed_on = "stand-in: CPU bodies behind torch-npu's own schemas; no chip was involved"
-    execution = "stand-in"
 
-    def probe(self) -> Probe:
-        return Probe(devices=("npu",), details={"stand-in": self.executed_on})
+    def why_absent(self) -> str | None:
+        return None
+
+    def stand_in(self) -> str | None:
+        return "CPU bodies behind torch-npu's own schemas; no chip was involved"
 
     def torch_device(self, device: str) -> str:
         return "cpu"

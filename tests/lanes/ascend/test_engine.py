@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import torch
-from tiny_models import engine, full, greedy, make, prompt_of, reference, run, tokens_of
+from tiny_models import engine, greedy, make, prompt_of, run
+from vendor_engine import (
+    gives_the_references_bfloat16,
+    gives_the_references_draws,
+    gives_tokens,
+    gives_what_transformers_gives,
+)
 
 from octavo.backends.ascend import backend as ascend
 from octavo.backends.ascend.vendor import vendor
@@ -24,18 +27,6 @@ def build(folder: Path, **options: Any) -> Any:
     return engine(folder, **{"device": "npu", "max_num_seqs": 8, **options})
 
 
-def requests_of(case: int, count: int = 6) -> list[Any]:
-    dice = random.Random(case)
-    common = prompt_of(400, seed=case)
-    found = []
-    for i in range(count):
-        prompt = common[: dice.choice([0, 20, 128, 140, 300])]
-        prompt = prompt + prompt_of(dice.randint(1, 8), seed=i)
-        wanted = {"n": dice.choice([1, 1, 2]), "prompt_logprobs": -1 if i == 0 else None}
-        found.append(greedy(f"r{i}", prompt, dice.randint(6, 20), logprobs=-1, **wanted))
-    return found
-
-
 @pytest.mark.parametrize("rows", [256, 0])
 @pytest.mark.parametrize("tokens", [64, 2048])
 def test_float32_tokens_and_logprobs_are_those_of_transformers(
@@ -46,20 +37,7 @@ def test_float32_tokens_and_logprobs_are_those_of_transformers(
     monkeypatch.setattr(ascend, "GRAPH_ROWS", rows)
     folder, model = llama
     made = build(folder, max_num_batched_tokens=tokens)
-    requests = requests_of(1)
-    first = run(made, *requests)
-    second = run(made, *(msgspec.structs.replace(r, id=r.id + " again") for r in requests))
-    for r in requests:
-        wanted, logprobs = reference(model, r.prompt_token_ids, r.params.max_tokens or 0)
-        behind = len(r.prompt_token_ids) - 1
-        for updates in (first[r.id], second[r.id + " again"]):
-            for index in range(r.params.n):
-                mine = [u for u in updates if u.index == index]
-                assert tokens_of(mine) == wanted
-                got = full([e for u in mine for e in u.logprobs or ()])
-                torch.testing.assert_close(got, logprobs[behind:], atol=2e-4, rtol=1e-4)
-    stats = made.stats()
-    assert stats.prefix_hit_tokens > 0 and stats.kv_blocks_used == 0
+    gives_what_transformers_gives(made, model)
     assert (npu["graph_capture"] > 0) == (rows > 0) == (npu["graph_replay"] > 0)
     made.shutdown()
 
@@ -67,11 +45,8 @@ def test_float32_tokens_and_logprobs_are_those_of_transformers(
 def test_preempted_sequences_come_back(llama: tuple[Path, Any]) -> None:
     folder, model = llama
     made = build(folder, num_kv_blocks=6, max_num_batched_tokens=700)
-    requests = [greedy(f"r{i}", prompt_of(120, seed=i), 20) for i in range(5)]
-    found = run(made, *requests)
+    gives_tokens(made, model, [120] * 5, 20)
     assert made.stats().preemptions > 0
-    for r in requests:
-        assert tokens_of(found[r.id]) == reference(model, r.prompt_token_ids, 20)[0]
     made.shutdown()
 
 
@@ -89,44 +64,17 @@ def test_kinds_of_models(npu: Any, tmp_path: Path, kind: str, changes: dict[str,
     model = make(kind, {"max_position_embeddings": 512, **changes})
     model.save_pretrained(tmp_path)
     made = build(tmp_path, max_num_batched_tokens=100)
-    requests = [greedy(f"r{i}", prompt_of(n, seed=i), 10) for i, n in enumerate((150, 9, 129, 1))]
-    found = run(made, *requests)
-    for r in requests:
-        assert tokens_of(found[r.id]) == reference(model, r.prompt_token_ids, 10)[0]
+    gives_tokens(made, model, (150, 9, 129, 1), 10)
     assert npu["graph_replay"] > 0
     made.shutdown()
 
 
 def test_bfloat16_is_the_reference_backends(llama: tuple[Path, Any]) -> None:
-    """The same tokens while the reference's first two choices are further apart than bfloat16's noise."""
-    folder, _ = llama
-    lengths = (140, 30, 7, 129, 1, 64, 128, 90)
-    requests = [
-        greedy(f"r{i}", prompt_of(lengths[i % 8], seed=i), 4, logprobs=-1) for i in range(32)
-    ]
-    options = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "max_num_batched_tokens": 64}
-    ours = run(build(folder, **options), *requests)
-    theirs = run(engine(folder, device="reference", **options), *requests)
-    certain = 0
-    for r in requests:
-        mine, wanted = tokens_of(ours[r.id]), tokens_of(theirs[r.id])
-        for i, entry in enumerate(e for u in theirs[r.id] for e in u.logprobs or ()):
-            if entry.top_logprobs[0] - entry.top_logprobs[1] < 0.1:
-                break
-            assert mine[i] == wanted[i]
-            certain += 1
-    assert certain > 30
+    gives_the_references_bfloat16(build, llama[0])
 
 
 def test_seeded_draws_are_the_reference_backends(llama: tuple[Path, Any]) -> None:
-    folder, _ = llama
-    requests = [
-        greedy(f"r{i}", prompt_of(20, seed=i), 8, temperature=0.9, seed=i, top_k=20, top_p=0.9)
-        for i in range(4)
-    ]
-    ours = run(build(folder), *requests)
-    theirs = run(engine(folder, device="reference"), *requests)
-    assert all(tokens_of(ours[r.id]) == tokens_of(theirs[r.id]) for r in requests)
+    gives_the_references_draws(build, llama[0])
 
 
 def test_what_a_step_calls(npu: Any, llama: tuple[Path, Any]) -> None:

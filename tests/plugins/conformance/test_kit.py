@@ -127,6 +127,7 @@ CONTRACT: dict[str, set[str]] = {
     "PlanThatDoesNotListen": {"plan/obeying-plan"},
     "ChangingCapabilities": {"capabilities/told-capabilities"},
     "UnknownPlace": {"capabilities/told-capabilities"},
+    "NoCacheForADtype": {"capabilities/told-capabilities"},
     "ClaimsAKernel": {"capabilities/told-ops"},
     "MemoryFromNowhere": {"capabilities/memory"},
     "AnotherContract": {"api-version/handshake"},
@@ -151,6 +152,14 @@ def test_a_dtype_that_does_not_work_is_named() -> None:
     assert "no float16 kernel" in card.failed[0].detail
     card = check(broken_backends.DeclaresTooMuch(), "sound", only="numbers/*", speed=False)
     assert {row.dtype for row in card.failed} == {"float16,kv=float32"}
+
+
+def test_a_cache_in_the_weights_dtype_alone_is_tried_in_no_other() -> None:
+    subject = Subject(broken_backends.OneDtype(), "sound", full=True)
+    assert subject.numbers() == [("float32", "float32"), ("bfloat16", "bfloat16")]
+    [case] = [c for c in catalogue(subject) if (c.op, c.aspect) == ("refusal", "kv_cache_dtype")]
+    found = run_case(subject, case)
+    assert found.state == "passed" and "bfloat16" in found.detail
 
 
 def test_what_is_not_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

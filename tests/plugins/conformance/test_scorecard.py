@@ -41,7 +41,7 @@ def card() -> Scorecard:
     rows = gathered(
         RESULTS,
         word="chip",
-        speeds={("linear", "float32"): 2.5},
+        speeds={("linear", "float32"): (2.5, "8 rows, 1024 to 1024")},
         executions={"": "interpreted", "rotary": "device"},
         runs={"linear": "fast"},
     )
@@ -65,6 +65,7 @@ def test_rows_tell_the_worst_case_and_the_first_failed_one() -> None:
     assert linear.error == float("inf") and linear.failing == "linear/float32/plain/1"
     assert linear.command == "octavo backend check chip --only 'linear/float32/plain/1'"
     assert (linear.speed, linear.runs, linear.execution) == (2.5, "fast", "interpreted")
+    assert linear.speed_at == "8 rows, 1024 to 1024" and rotary.speed_at == ""
     assert (rotary.state, rotary.error, rotary.execution) == ("passed", 2e-7, "device")
     assert (packed.state, packed.cases, packed.detail) == ("not offered", 0, "no layout")
     assert not card().passed and [row.op for row in card().failed] == ["linear"]
@@ -88,6 +89,7 @@ def test_the_page_needs_nothing_beside_it() -> None:
     assert {"table", "style", "code"} <= set(tags) and not {"script", "link", "img"} & set(tags)
     assert "off &lt;b&gt;" in text and "--only &#x27;linear/float32/plain/1" in text
     assert "http" not in text
+    assert "<td>2.50x</td><td>8 rows, 1024 to 1024</td>" in text
 
 
 @pytest.mark.parametrize(
