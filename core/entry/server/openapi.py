@@ -201,7 +201,8 @@ def _operation(
     if event is not None:
         text = f"with stream=true: `data:` events, each a {event.__name__} or an Error"
         text += "" if event is schema.ResponseEvent else ", then [DONE]"
-        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+        # Without a type: some read it as that of the whole body, some as that of each event.
+        content["text/event-stream"] = {"schema": {"description": text}}
     failed = {"application/json": {"schema": reference[schema.Error]}}
     answers = {"200": {"description": "done", "content": content}}
     for status in errors:
