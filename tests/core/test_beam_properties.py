@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from beam_support import BeamRunner, beams, check, letters
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scenarios import Scenario, random_lanes
 from support import Rig, expected_tokens, request, rig
@@ -191,7 +191,15 @@ some = settings(
 )  # fmt: skip
 
 
+# A group behind single ones, which would be preempted a second time did it not wait for them.
+WAITS = Crowd(
+    seed=0, block_size=1, slack=0, max_num_seqs=4, budget=16, chunk_multiple=1, prefix_caching=False, rest=0,
+    lanes=False, aborts=False, priorities=False, most=1, shape="behind",
+)  # fmt: skip
+
+
 @some
+@example(WAITS)
 @given(crowds)
 def test_any_crowd_of_groups(crowd: Crowd) -> None:
     count(crowd, play(crowd))
