@@ -100,17 +100,25 @@ def longest(request: Request, limits: SchedulerLimits, lanes: LaneSet, blocks: B
             "shorten it or start with a larger --kv-memory",
         )
     if params.use_beam_search:
-        _check_beams(params.width, prompt, max_len, blocks)
+        _check_beams(name, params.width, prompt, max_len, blocks, lanes)
     return max_len
 
 
-def _check_beams(width: int, prompt: int, max_len: int, blocks: BlockManager) -> None:
+def _check_beams(
+    name: str, width: int, prompt: int, max_len: int, blocks: BlockManager, lanes: LaneSet
+) -> None:
     """All beams run together, and share for certain only the prompt's full blocks."""
+    if width > lanes.decode_tokens:
+        raise RequestRefused(
+            name,
+            f"{width} beams draw {width} tokens in one step, this engine's hold {lanes.decode_tokens}; ask "
+            "for fewer beams, or start with a larger --max-num-batched-tokens",
+        )
     shared = prompt // blocks.block_size
     need = shared + width * (blocks.blocks_for(stored_tokens(max_len, prompt)) - shared)
     if need > blocks.usable:
         raise RequestRefused(
-            "best_of",
+            name,
             f"{width} beams need up to {need} KV blocks together ({prompt} prompt tokens and up to "
             f"{max_len - prompt} output tokens each, {blocks.block_size} a block), the KV cache has "
             f"{blocks.usable}; ask for fewer beams or a smaller max_tokens, or start with a larger "

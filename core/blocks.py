@@ -138,6 +138,10 @@ class BlockManager:
     def is_shared(self, block: int) -> bool:
         return self._refs[block] > 1
 
+    def owners(self, block: int) -> int:
+        """How many tables a block stands in."""
+        return self._refs[block]
+
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest cached prefix of `hashes`. Changes nothing."""
         found = []

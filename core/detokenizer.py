@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Collection, Sequence
 
 from octavo.core.loading.tokenizer import Tokenizer
+from octavo.core.types import SamplingParams
 
 _REPLACEMENT = "\ufffd"
+_PROMPT_TAIL = 8
+"""Prompt tokens that a detokeniser sees, so that a character begun there is finished."""
 
 
 class Detokenizer:
@@ -38,9 +42,32 @@ class Detokenizer:
             tokenizer, prompt_ids_tail, skipped if skip_special_tokens else frozenset()
         )
 
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        shown_special: Collection[int] = (),
+    ) -> Detokenizer:
+        """For the output of a request."""
+        return cls(
+            tokenizer,
+            prompt_ids_tail=prompt_ids[-_PROMPT_TAIL:],
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            shown_special=shown_special,
+        )
+
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain after these further ids; may be empty."""
         return self._way.push(token_ids)
+
+    def fork(self) -> Detokenizer:
+        """One that has come as far as this one, and goes its own way."""
+        other = copy.copy(self)
+        other._way = self._way.fork()
+        return other
 
     def flush(self) -> str:
         """What was held back, at the end; an unfinished character becomes U+FFFD."""
@@ -53,7 +80,8 @@ class _ByteWay:
     def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skip: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._skip = skip
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = self._decoder.decode
         self._strip = tokenizer.strips_leading_space and not tail
         self._decode(b"".join([self._token_bytes(i) for i in tail if i not in self._skip]))
 
@@ -73,6 +101,13 @@ class _ByteWay:
 
     def flush(self) -> str:
         return self._decode(b"", True)
+
+    def fork(self) -> _ByteWay:
+        other = copy.copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        other._decoder.setstate(self._decoder.getstate())
+        other._decode = other._decoder.decode
+        return other
 
 
 class _GenericWay:
@@ -107,6 +142,11 @@ class _GenericWay:
         rest = whole[len(given) :] if whole.startswith(given) else ""
         self._given.append(rest)
         return rest
+
+    def fork(self) -> _GenericWay:
+        other = copy.copy(self)
+        other._ids, other._given = list(self._ids), list(self._given)
+        return other
 
     def _text(self, start: int, end: int) -> str:
         ids = [i for i in self._ids[start:end] if i not in self._skip]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from numbers import Integral
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -21,6 +22,9 @@ from octavo.core.types import (
     StepPlan,
     StepResult,
 )
+
+if TYPE_CHECKING:
+    from octavo.core.beam_text import BeamTexts
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +98,7 @@ class Engine:
         runner: computes a planned step.
         info: what is being run.
         grammars: compiles those of structured output; None: such requests are refused.
+        texts: begins the texts of beams that have stop strings; None: such requests are refused.
     """
 
     def __init__(
@@ -102,11 +107,12 @@ class Engine:
         runner: StepRunner,
         info: ModelInfo,
         grammars: Grammars | None = None,
+        texts: BeamTexts | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.info = info
         self._runner = runner
-        self._grammars = grammars
+        self._grammars, self._texts = grammars, texts
         self.host_seconds = 0.0  # spent outside the runner, since the start
         self.runner_seconds = 0.0
 
@@ -131,15 +137,20 @@ class Engine:
                 raise RequestRefused(
                     name, f"{name}={asked} exceeds the engine's limit of {limit} (--max-logprobs)"
                 )
-        structured = params.structured_outputs
-        if structured is None:
-            self.scheduler.add(request)
-        elif self._grammars is None:
-            raise ParamError(
-                "structured_outputs", "this engine has no tokenizer to follow a grammar with"
-            )
+        structured, needs = params.structured_outputs, None
+        if structured is not None:
+            if self._grammars is None:
+                raise ParamError(
+                    "structured_outputs", "this engine has no tokenizer to follow a grammar with"
+                )
+            needs = self._grammars.compile(structured)
+        if not params.use_beam_search or not params.stops:
+            self.scheduler.add(request, needs)
+        elif self._texts is None:
+            raise ParamError("stop", "this engine has no tokenizer to look for stop strings with")
         else:
-            self.scheduler.add(request, needs=self._grammars.compile(structured))
+            begin = partial(self._texts.begin, request)
+            self.scheduler.add(request, self._texts.ready(needs), begin)
 
     def abort(self, targets: Iterable[AbortTarget]) -> list[SequenceUpdate]:
         """Ends requests (by id), or samples that hit a stop string (by (id, index)), and frees their
@@ -197,6 +208,8 @@ class Engine:
         self.scheduler.abort([s.request.id for s in list(self.scheduler.sequences())])
         if self._grammars is not None:
             self._grammars.close()
+        if self._texts is not None:
+            self._texts.close()
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.close()
         self._runner.close()

@@ -71,6 +71,7 @@ class LaneSet:
         modes: in the order in which they take their first turn.
         max_num_seqs: sequences that may run, so that in every mode all that decode can.
         max_tokens: tokens of the largest batch.
+        decode_tokens: tokens of the smallest batch that decodes.
         longest_whole: tokens of the longest prompt; None where prompts are computed in chunks.
         prompt_rows: rows of logits that each lane that takes prompts has for them.
         chunk_multiple: the largest of those lanes.
@@ -93,6 +94,7 @@ class LaneSet:
         if len({room.chunked for room in prompts}) > 1:
             raise LaneError("lanes that take prompts must all be chunked, or none")
         self.max_tokens = max(room.tokens for room in rooms)
+        self.decode_tokens = min(room.tokens for room in decodes)
         self.chunk_multiple = max(room.chunk_multiple for room in prompts)
         self.longest_whole = None if prompts[0].chunked else min(room.tokens for room in prompts)
         groups = [[room] for room, lane in zip(rooms, lanes, strict=True) if lane.exclusive]

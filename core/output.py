@@ -33,10 +33,6 @@ SampleId = tuple[str, int]
 """(request id, index of the sample): what `Engine.abort` takes to end one sample of n."""
 
 
-_PROMPT_TAIL = 8
-"""Prompt tokens that a detokeniser sees, so that a character begun there is finished."""
-
-
 def logprobs_at(entry: TokenLogprobs, names: Tokenizer) -> LogprobsAt:
     """One position as vLLM's dict: the chosen token first, then the most likely, no id twice."""
     text = names.token_text
@@ -83,13 +79,7 @@ class _Sample:
     ) -> None:
         self.index = index
         self.detokenizer = (
-            Detokenizer(
-                tokenizer,
-                prompt_ids_tail=prompt_ids[-_PROMPT_TAIL:],
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-                shown_special=shown_special,
-            )
+            Detokenizer.of(tokenizer, prompt_ids, params, shown_special)
             if params.detokenize
             else None
         )
@@ -116,7 +106,8 @@ class _Sample:
         """Takes one update; True when a stop string ended the sample before the engine did."""
         self.dirty = True
         ids, used, matched = update.token_ids, len(update.token_ids), None
-        stopped = update.finish_reason == "stop"
+        # A beam that a stop string ended has that as its reason, and all its text is told here.
+        stopped = update.finish_reason == "stop" and not isinstance(update.stop_reason, str)
         if self.detokenizer is not None:
             # The token that made the engine stop is counted but is no part of the text.
             shown = ids[:-1] if stopped and hide_stop_token else ids
@@ -334,6 +325,9 @@ class OutputProcessor:
             entry = self._open.get(update.request_id)
             if entry is None:
                 continue
+            if update.beams is not None:  # fewer than were asked for
+                entry.open -= len(entry.samples) - update.beams
+                del entry.samples[update.beams :]
             sample = entry.samples[update.index]
             if sample.finish_reason is not None:
                 continue

@@ -67,6 +67,7 @@ class Planner:
             False  # somebody who runs waits, for blocks that rest or for room in a mixed lane
         )
         self._rejoining: list[tuple[Sequence, Sequence, int, int]] = []
+        self._caught_up = False  # beams have started again that had nothing to compute in this step
         self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
 
     def plan(self) -> StepPlan | None:
@@ -77,8 +78,9 @@ class Planner:
         self.blocks.begin_step(self.roster.steps + 1)
         mode, decodes, prompts = self._first_mode(copies, preempted)
         while not decodes and not prompts:
-            if not self.roster.groups or not self.blocks.settle():
+            if not self._caught_up and (not self.roster.groups or not self.blocks.settle()):
                 return None
+            self._caught_up = False
             mode, decodes, prompts = self._first_mode(copies, preempted)
         if len(turns) > 1:
             turns.remove(mode)
@@ -135,6 +137,7 @@ class Planner:
                 position, places = self._plan_beam(
                     sequence, position, places, left, mode, (copies, preempted), items, prompts
                 )
+                decodes = _count_decoding(running[position:]) if shared else 0
                 continue
             apart = not shared and not mode.decodes(sequence)
             if apart:
@@ -192,6 +195,8 @@ class Planner:
         """A step of all beams of a group, planned with the first of them in order, or the next part of
         a beam that is computed again. Returns (next position, places left)."""
         group = sequence.beams
+        if group.sources:
+            beam.take_over(self.blocks, group)
         if not group.ready:
             return self._plan_rejoining(sequence, position, places, left, mode, items, prompts)
         size = len(group.beams)
@@ -332,7 +337,7 @@ class Planner:
 
     def _victim(self, position: int) -> Sequence:
         for sequence in reversed(self.running[position:]):
-            if sequence.preemptions < MAX_PREEMPTIONS or sequence.beams is not None:
+            if sequence.preemptions < MAX_PREEMPTIONS:
                 return sequence
         return self.running[position]  # only after a fork: a parent's last block is shared again
 
@@ -377,9 +382,8 @@ class Planner:
             self._no_room = None
             if shares:
                 waiting.promise(sequence)
-            if (
-                item is None
-            ):  # a beam that is computed but for its last token, which has its turn later
+            if item is None:  # a beam that was cached but for its last token, whose turn comes
+                self._caught_up = True
                 continue
             items.append(item)
             left.take(item)
@@ -407,6 +411,9 @@ class Planner:
         blocks, size = self.blocks, self.blocks.block_size
         target = sequence.num_tokens
         spare = 0
+        families = self.roster.families
+        if families and beam.bars(families.values(), self.running, sequence, MAX_PREEMPTIONS):
+            return False
         if sequence.beams is not None and sequence.beams.begun:
             return self._take_group_blocks(sequence, hits)
         if sequence.preemptions >= MAX_PREEMPTIONS and sequence.beams is None:

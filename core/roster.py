@@ -41,7 +41,7 @@ class Roster:
         self.running: list[Sequence] = []  # in order of service
         self.waiting = WaitingQueue()
         self.groups: dict[str, Group] = {}
-        self.families: dict[str, Group] = {}  # those of more than one sample or beam
+        self.families: dict[str, Group] = {}  # those of beams, or of more than one sample
         self.slots_taken = 0  # sequences running, forks to come included
         self.steps = 0
         self.counts: Counter[str] = Counter()  # of what `stats` tells
@@ -70,7 +70,7 @@ class Roster:
         self.counts["requests"] += 1
         self.counts["prompt"] += sequence.num_prompt
         self.groups[request.id] = group = Group(request, {0: sequence})
-        if request.params.width > 1:
+        if request.params.width > 1 or request.params.use_beam_search:
             self.families[request.id] = group
         (self.waiting.hold if held else self.waiting.push)(sequence)
 
@@ -94,7 +94,8 @@ class Roster:
         """Takes a sequence that has no part in this step's plan yet, and so no copy in it, back to
         the queue."""
         self.suspend(sequence)
-        sequence.preemptions += 1
+        for one in sequence.beams.sequences() if sequence.beams is not None else (sequence,):
+            one.preemptions += 1
         sequence.timings.num_preemptions += 1
         self.counts["preemptions"] += 1
 
@@ -212,7 +213,8 @@ class Roster:
             BlockAuditError, AssertionError: what does not hold.
         """
         live = list(self.sequences())
-        wide = {name for name, group in self.groups.items() if group.request.params.width > 1}
+        asked = {name: group.request.params for name, group in self.groups.items()}
+        wide = {name for name, p in asked.items() if p.width > 1 or p.use_beam_search}
         assert self.families.keys() == wide, "families are stale"
         self.blocks.check([s.blocks for s in live])
         assert {id(s) for s in self.running} == {id(s) for s in live if s.running}, (

@@ -91,7 +91,7 @@ class DrawState:
             )
         )
         self.logprobs = params.logprobs
-        if self.logprobs is None and params.width > params.n:
+        if self.logprobs is None and params.width > params.n and not params.use_beam_search:
             self.logprobs = 0  # the best samples are those whose sum is the highest
         self.beams = params.width if params.use_beam_search else 0
         self.ends = len(stops)

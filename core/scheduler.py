@@ -14,6 +14,8 @@ Every request finishes, whatever the pool size:
 - After `MAX_PREEMPTIONS` preemptions a sequence is admitted only with blocks up to its last possible
   token and is no longer chosen to make room: the number of preemptions per sequence is bounded.
 - Decoding sequences get their token before a prompt gets its chunk, so no long prompt stalls them.
+- A group of beams is preempted as one, and after as many times goes on before all others only, who can
+  be preempted to make room for it (`beams.py`).
 - Where prompts and decoding sequences have steps of their own, these alternate while both have work.
 """
 
@@ -21,9 +23,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -45,6 +47,9 @@ from octavo.core.types import (
     StepResult,
     TokenLogprobs,
 )
+
+if TYPE_CHECKING:
+    from octavo.core.beam_text import BeamText
 
 __all__ = ["MAX_PREEMPTIONS", "AbortTarget", "Scheduler"]
 
@@ -75,9 +80,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------ in and out
 
-    def add(self, request: Request, needs: Future[Any] | None = None) -> None:
+    def add(
+        self,
+        request: Request,
+        needs: Future[Any] | None = None,
+        begin_text: Callable[[], BeamText] | None = None,
+    ) -> None:
         """Queues a request. With `needs` it is not run before that is done; it then ends with an error
-        if that failed.
+        if that failed. begin_text: for beams with stop strings.
 
         Raises:
             RequestRefused: it could never run here; the message has what it needs and what there is.
@@ -93,7 +103,7 @@ class Scheduler:
         sequence = Sequence(request, self._order, root, seed & (2**64 - 1), max_len)
         self._order += 1
         if request.params.use_beam_search:
-            sequence.beams = BeamGroup(request.params, [Beam(sequence)])
+            sequence.beams = BeamGroup(request.params, [Beam(sequence)], begin_text=begin_text)
         self.roster.add(sequence, held=needs is not None)
         if needs is not None:
             self._needs[sequence] = needs
@@ -227,7 +237,7 @@ class Scheduler:
             sequence.num_computed = item.start + item.count
             if remembers and sequence.num_computed // size > sequence.num_remembered:
                 self._remember_full_blocks(sequence)
-            if sequence.beams is not None and item.samples:
+            if sequence.beams is not None and item.samples and not item.all_logits:
                 rows = beams.setdefault(sequence.beams, {})
                 rows[sequence] = result.candidates.get(first)
             elif item.samples != 1 or item.all_logits:
@@ -291,11 +301,15 @@ class Scheduler:
                 updates.extend(
                     self.roster.finish(sequence, [], "length", None, None, prompt_logprobs)
                 )
-            elif prompt_logprobs is not None:
+            elif prompt_logprobs is not None and sequence.beams is None:
                 index = self.roster.indices(sequence)[0]
                 updates.append(
                     sequence_update(sequence, [], prompt_logprobs=prompt_logprobs, index=index)
                 )
+            return
+        if sequence.beams is not None:  # the prompt's own: the log-probabilities come at the end
+            row = {sequence: result.candidates.get(first)}
+            updates.extend(advance(self.roster, sequence.beams, row))
             return
         family = self.roster.fork(sequence, item.samples)
         for i, (token, member) in enumerate(zip(tokens, family, strict=True), start=first):

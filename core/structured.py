@@ -109,9 +109,14 @@ def _bounded(text: str, name: str) -> str:
 def _schema(schema: str | dict[str, Any] | bool) -> str:
     text = _bounded(schema if isinstance(schema, str) else json.dumps(schema), "json")
     try:
-        json.loads(text)
+        made = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ParamError(f"{PARAM}.json", f"the schema is not valid JSON: {error}") from None
+    if made is True:  # the schema of anything
+        return "{}"
+    if not isinstance(made, dict):
+        what = "false, which allows no text" if made is False else f"{made!r:.40}"
+        raise ParamError(f"{PARAM}.json", f"a JSON schema must be an object or true, got {what}")
     return text
 
 

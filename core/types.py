@@ -27,6 +27,11 @@ STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CHOICES = 4096
 """Texts in `StructuredOutputsParams.choice`."""
 
+_OF_DRAWING: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "seed": (None,),
+}  # fmt: skip
+"""What beams have no use for, and the values that ask for nothing."""
+
 MAX_LOGPROBS = 1 << 20
 """Upper bound on `logprobs`; -1 asks for the whole vocabulary."""
 
@@ -271,16 +276,13 @@ class SamplingParams(
                 if getattr(self, name) != neutral:
                     raise ParamError(name, f"{name} needs use_beam_search=true")
             return
-        if self.stops:
-            raise ParamError(
-                "stop", "beam search takes no stop strings: use stop_token_ids, or leave stop out"
-            )
-        if self.prompt_logprobs is not None:
-            raise ParamError(
-                "prompt_logprobs",
-                "beam search gives no prompt_logprobs: ask for them in a request without "
-                "use_beam_search",
-            )
+        for name, nothing in _OF_DRAWING.items():
+            if (value := getattr(self, name)) not in nothing:
+                raise ParamError(
+                    name,
+                    f"{name} says how tokens are drawn, and beams are not drawn but searched for: "
+                    f"leave {name}={value!r} out, or use_beam_search",
+                )
 
     @property
     def width(self) -> int:
@@ -364,6 +366,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cache_salt: str | None = None
     adapter: str | None = None
     image_hashes: tuple[bytes, ...] = ()
+    shown_special: tuple[int, ...] = ()  # of beams with stop strings: special tokens that are text
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -446,6 +449,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     timings: Timings | None = None  # with a sample's first and last update, and after preemptions
     cumulative: float | None = None  # of a beam, whole: the sum of its log-probabilities
     score: float | None = None  # and what it was ranked by
+    beams: int | None = None  # with a request's first update: how many there are, if fewer than n
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -52,3 +53,25 @@ def test_every_command_has_its_words() -> None:
     text = PAGE.read_text("utf-8")
     for name in available():
         assert f"octavo {name}" in text and COMMANDS[name]
+
+
+def test_every_kind_of_bench_has_its_options() -> None:
+    """Those that no engine has, and that are not the same for all kinds."""
+    from octavo.core.entry.cli.main import command_parser
+    from octavo.core.entry.cli.options import add_engine_options
+
+    engine = argparse.ArgumentParser()
+    add_engine_options(engine)
+    common = {*engine._option_string_actions, "--json", "--plot", "--markdown"}
+    parser, _ = command_parser("bench")
+    kinds = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    rows = re.findall(
+        r"^\| `([a-z-]+)` \| [^|]* \| ([^|]*) \|$", PAGE.read_text("utf-8"), re.MULTILINE
+    )
+    told = {name: set(re.findall(r"`(--[a-z-]+)`", options)) for name, options in rows}
+    model = {"kv-waste"}  # has no engine, so what is an engine's elsewhere is its own
+    for name, kind in kinds.choices.items():
+        own = set(kind._option_string_actions)
+        own -= {"--json", "--plot", "--markdown"} if name in model else common
+        own = {word for word in own if not word.startswith(("--no-", "-h", "--help", "--debug"))}
+        assert told[name] == own, name

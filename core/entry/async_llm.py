@@ -15,6 +15,8 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from octavo.core.config import DEFAULT_MODEL, EngineConfig
 from octavo.core.engine import ModelInfo
 from octavo.core.entry import messages
@@ -306,6 +308,8 @@ class AsyncLLM:
         if params.structured_outputs is not None:  # may take seconds: not on the event loop
             await asyncio.to_thread(check_grammar, params.structured_outputs)
         request = self.inputs.request(ready, params, priority=priority, cache_salt=cache_salt)
+        if shown_special and params.use_beam_search and params.stops:
+            request = msgspec.structs.replace(request, shown_special=tuple(shown_special))
         stream = self._submit(request, ready.text, request_id, shown_special)
         try:
             while True:

@@ -26,9 +26,14 @@ from octavo.core.entry.server.chat import chat_completions
 from octavo.core.entry.server.completions import completions
 from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request
 from octavo.core.entry.server.http import Answer, Call
+from octavo.core.entry.server.responses import responses
 from octavo.core.entry.server.state import ServerState
 
-ENDPOINTS = {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
+ENDPOINTS = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/v1/responses": responses,
+}
 
 
 class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -157,7 +162,7 @@ def _endpoint(request: BatchLine) -> Callable[[ServerState, Call], Awaitable[Ans
     if handler is None:
         raise bad_request(
             "url",
-            f"url must be {' or '.join(ENDPOINTS)}, got {request.url!r}"
+            f"url must be one of {', '.join(ENDPOINTS)}, got {request.url!r}"
             f"{nearest(request.url, ENDPOINTS)}",
         )
     return handler

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.core.types import LogprobsAt, ParamError, RequestOutput, SamplingParams
+from octavo.core.types import LogprobsAt, RequestOutput, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeamSearchParams:
     """How beams are searched. Names are vLLM's.
 
-    temperature: 0, as beams are not drawn; another value is refused when it is used.
+    temperature: beams are not drawn: other than 0 and 1 it is refused when it is used.
     early_stopping: True, False or "never", as in transformers.
+    stop, stop_token_ids: what ends a beam beside the model's own end; min_tokens: not before so many.
     """
 
     beam_width: int
@@ -23,6 +24,9 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     early_stopping: bool | str = False
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int = 0
 
     def sampling(self) -> SamplingParams:
         """The same as sampling parameters.
@@ -30,20 +34,16 @@ class BeamSearchParams:
         Raises:
             ParamError: a value out of its range, or one that beams cannot have.
         """
-        if self.temperature != 0:
-            raise ParamError(
-                "temperature", f"beams are not drawn: temperature must be 0, got {self.temperature}"
-            )
-        if self.include_stop_str_in_output:
-            raise ParamError(
-                "include_stop_str_in_output", "beams take no stop strings; leave it out"
-            )
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
             temperature=self.temperature,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            min_tokens=self.min_tokens,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
             logprobs=0,

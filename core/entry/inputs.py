@@ -36,6 +36,8 @@ _FROM_GENERATION_CONFIG = {
     "max_new_tokens": "max_tokens",
 }
 
+_OF_DRAWING = ("temperature", "top_p", "top_k", "min_p")
+
 _TEMPLATE_OPTIONS = {
     "messages",
     "add_generation_prompt",
@@ -110,8 +112,11 @@ class InputProcessor:
         self._numbers = itertools.count()
 
     def default_params(self, **values: Any) -> SamplingParams:
-        """The model's own defaults, then `values`."""
-        return SamplingParams(**{**self.defaults, **values})
+        """The model's own defaults, then `values`. Beams take no default of how to draw."""
+        defaults = self.defaults
+        if values.get("use_beam_search"):
+            defaults = {k: v for k, v in defaults.items() if k not in _OF_DRAWING}
+        return SamplingParams(**{**defaults, **values})
 
     def tokenize(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
         """One prompt in any of the forms of `PromptInput`.

@@ -6,6 +6,7 @@ from functools import cache, partial
 from typing import Any
 
 from octavo.core.bad_words import VocabularyIndex
+from octavo.core.beam_text import BeamTexts
 from octavo.core.loading.files import ModelFiles
 from octavo.core.structured import Grammars, make_tokenizer
 
@@ -30,6 +31,17 @@ def grammars_of(files: ModelFiles, vocab_size: int, eos: tuple[int, ...]) -> Gra
         )
 
     return Grammars(tokenizer, vocab_size)
+
+
+def texts_of(files: ModelFiles) -> BeamTexts:
+    """Begins the texts of beams with this model's tokenizer, which is loaded for the first of them."""
+
+    def tokenizer() -> Any:
+        from octavo.core.loading.tokenizer import load_tokenizer
+
+        return load_tokenizer(files)
+
+    return BeamTexts(tokenizer)
 
 
 def vocabulary_of(files: ModelFiles, vocab_size: int) -> Any:

@@ -18,7 +18,7 @@ from octavo.core.drafting.speculation import Speculation
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.numbers import choose_numbers
 from octavo.core.entry.op_choice import capabilities_of, choose_ops
-from octavo.core.entry.vocabulary import grammars_of, vocabulary_of
+from octavo.core.entry.vocabulary import grammars_of, texts_of, vocabulary_of
 from octavo.core.lanes import LaneError, LaneSet
 from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
@@ -190,7 +190,7 @@ def build_engine(
         notes=tuple(phases.notes),
         capabilities=capabilities_of(backend, device, replaced),
     )
-    return Engine(scheduler, runner, info, grammars)
+    return Engine(scheduler, runner, info, grammars, texts_of(files))
 
 
 def make_scheduler(

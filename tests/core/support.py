@@ -246,6 +246,11 @@ class NullRunner:
     def close(self) -> None:
         self.closed = True
 
+    @staticmethod
+    def is_last_part(sequence: Sequence, end: int) -> bool:
+        """Whether what is computed up to `end` is all there is."""
+        return end == sequence.num_tokens
+
     def _audit_lane(self, part: StepPlan, batch: Batch) -> None:
         """That a batch holds what its lane takes, and no more of it than the lane says."""
         lanes = self.limits.lanes
@@ -262,7 +267,7 @@ class NullRunner:
         ):
             assert value <= min(most, max(buckets, default=most)), (part, value)
         for item in part.items:
-            done = item.start + item.count == item.sequence.num_tokens
+            done = self.is_last_part(item.sequence, item.start + item.count)
             if lane.kinds == ("decode",):
                 assert item.count == 1 and item.start and not item.all_logits
                 assert item.samples == 1 or not self.chunked

@@ -176,3 +176,19 @@ def test_cost_of_a_token_is_small_and_constant() -> None:
 
     assert cost(1) < 15e-6  # 0.6 µs on an idle core; a loaded one is given time
     assert cost(20) < 4 * cost(1)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_forks_go_their_own_ways(name: str, data: st.DataObject) -> None:
+    """Each gives what one gives that saw its tokens alone, in the middle of a character too."""
+    tokenizer = TOKENIZERS[name]
+    some = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=8)
+    common, one, two = data.draw(some), data.draw(some), data.draw(some)
+    first = Detokenizer(tokenizer)
+    begun = "".join(first.push([token]) for token in common)
+    second = first.fork()
+    for detokenizer, rest in ((first, one), (second, two)):
+        text = begun + "".join(detokenizer.push([token]) for token in rest) + detokenizer.flush()
+        assert text == "".join(streamed(tokenizer, common + rest, [1]))

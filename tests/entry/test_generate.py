@@ -211,17 +211,20 @@ def test_a_batch_is_answered_by_the_servers_endpoints() -> None:
         *(line(i, model="null") for i in range(200)),
         b"\n",
         line("done", "/v1/completions", prompt="say:whole", model="org/null", echo=True),
+        line("items", "/v1/responses", input="say:three", model="null"),
         max_num_seqs=4,
     )
-    assert (counts.completed, counts.failed) == (201, 0) and counts.tokens > 400
+    assert (counts.completed, counts.failed) == (202, 0) and counts.tokens > 400
     by_id = {answer["custom_id"]: answer for answer in answers}
-    assert len(by_id) == 201 and len({answer["id"] for answer in answers}) == 201
+    assert len(by_id) == 202 and len({answer["id"] for answer in answers}) == 202
     for i in range(200):
         response = by_id[str(i)]["response"]
         assert response["status_code"] == 200 and by_id[str(i)]["error"] is None
         parsed = openai.types.chat.ChatCompletion.model_validate(response["body"])
         assert parsed.choices[0].message.content == str(i)
     assert by_id["done"]["response"]["body"]["choices"][0]["text"] == "say:wholewhole"
+    made = by_id["items"]["response"]["body"]
+    assert made["output"][0]["content"][0]["text"] == "three" and made["status"] == "completed"
 
 
 def test_a_lines_mistake_is_its_own() -> None:
@@ -233,12 +236,14 @@ def test_a_lines_mistake_is_its_own() -> None:
         line("twice"),
         line("twice"),
         line("stream", stream=True),
+        line("events", "/v1/responses", input="say:x", stream=True),
+        line("kept", "/v1/responses", input="say:x", store=True),
         line("field", tempreature=1),
         line("model", model="other"),
         line("refused", messages=[{"role": "user", "content": "refuse me"}]),
         line("good"),
     )
-    assert (counts.completed, counts.failed) == (2, 9)
+    assert (counts.completed, counts.failed) == (2, 11)
     by_id: dict[Any, list[Any]] = {}
     for answer in answers:
         by_id.setdefault(answer["custom_id"], []).append(answer)
@@ -249,6 +254,8 @@ def test_a_lines_mistake_is_its_own() -> None:
     assert sorted(a["error"] is None for a in by_id["twice"]) == [False, True]
     for name, status, words in (
         ("stream", 400, "no use in a batch"),
+        ("events", 400, "no use in a batch"),
+        ("kept", 400, "keeps no responses"),
         ("field", 400, "did you mean 'temperature'"),
         ("model", 404, "is not served here"),
         ("refused", 400, "needs 9 KV blocks"),

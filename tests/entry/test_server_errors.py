@@ -59,7 +59,8 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         # What is not there is not ignored.
         ({"prompt": "x", "suffix": "end"}, "suffix"),
         ({"prompt": "x", "n": 3, "best_of": 2}, "best_of"),
-        ({"prompt": "x", "use_beam_search": True, "stop": "x"}, "stop"),
+        ({"prompt": "x", "use_beam_search": True, "temperature": 0.5}, "temperature"),
+        ({"prompt": "x", "use_beam_search": True, "seed": 3}, "seed"),
         ({"prompt": "x", "n": 1, "best_of": 2, "stream": True}, "best_of"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "x", "stream": True, "stream_options": {"usage": 1}}, "stream_options.usage"),

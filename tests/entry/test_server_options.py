@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 USER = [{"role": "user", "content": "say:hi"}]
 
 
@@ -61,6 +61,41 @@ def test_a_lenient_server_says_what_it_left_out(web: httpx.Client) -> None:
     assert "x-octavo-ignored" not in web.post(CHAT, json={"messages": USER}).headers
     odd = web.post(COMPLETIONS, json={"prompt": "say:hi", "a\r\nb\u20ac": 1})
     assert odd.headers["x-octavo-ignored"] == "a??b\\u20ac"
+
+
+def test_a_lenient_server_leaves_out_what_responses_have_not(web: httpx.Client) -> None:
+    for stream in (False, True):
+        fields = {
+            "store": True,
+            "truncation": "auto",
+            "previous_response_id": "resp_1",
+            "reasoning": {"effort": "low"},
+            "temprature": 1,
+            "background": False,  # asks for nothing
+            "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+            "text": {"verbosity": "low", "tone": "warm"},
+            "stream": stream,
+            "stream_options": {"include_obfuscation": True, "include_usage": True},
+        }
+        answer = web.post(RESPONSES, json={"input": "say:hi", **fields})
+        assert answer.status_code == 200, answer.text
+        assert '"status":"completed"' in answer.text and '"text":"hi"' in answer.text
+        assert answer.headers["x-octavo-ignored"].split(",") == [
+            *(
+                "store",
+                "truncation",
+                "previous_response_id",
+                "reasoning",
+                "temprature",
+                "include[0]",
+            ),
+            *("text.verbosity", "text.tone"),
+            *("stream_options.include_obfuscation", "stream_options.include_usage"),
+        ]
+    plain = web.post(RESPONSES, json={"input": "say:hi", "store": False, "truncation": "disabled"})
+    assert plain.status_code == 200 and "x-octavo-ignored" not in plain.headers
+    for wrong in ({"input": []}, {"input": "x", "include": "all"}, {"input": "x", "text": "short"}):
+        assert web.post(RESPONSES, json=wrong).status_code == 400
 
 
 @pytest.mark.parametrize(

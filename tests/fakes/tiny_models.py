@@ -59,6 +59,19 @@ def reference(model: Any, prompt: list[int], count: int) -> tuple[list[int], tor
     return tokens[len(prompt) :], torch.log_softmax(logits.double(), -1)
 
 
+@torch.no_grad()
+def beam_scores(model: Any, request: Request) -> list[float]:
+    """Scores of the texts that transformers' beam search finds, best first. No token ends one."""
+    params, ids = request.params, request.prompt_token_ids
+    wanted = model.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.int64), do_sample=False,
+        num_beams=params.width, num_return_sequences=params.n, max_new_tokens=params.max_tokens,
+        length_penalty=params.length_penalty, early_stopping=params.early_stopping,
+        return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    return [float(score) for score in wanted.sequences_scores]
+
+
 def engine(folder: Path, **options: Any) -> Engine:
     values = {"num_kv_blocks": 60, "device": "reference", "dtype": "float32", "max_logprobs": -1}
     return build_engine(EngineConfig.from_kwargs(model=folder, **{**values, **options}))

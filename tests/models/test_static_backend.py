@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tiny_models import engine, greedy, prompt_of, run, tokens_of
+from tiny_models import beam_scores, engine, greedy, prompt_of, run, tokens_of
 
 from octavo.core.entry import wiring
 from octavo.core.types import Request
@@ -188,6 +188,37 @@ def test_static_shapes_give_the_same_tokens(llama: tuple[Path, Any], static: boo
     samples = {u.index: u.token_ids for u in found["n"]}
     assert set(samples) == {0, 1, 2}
     assert made.stats().compilations == warm, "a step had a shape that was not run at the start"
+
+
+def test_beams_fork_and_are_preempted_on_static_shapes(
+    llama: tuple[Path, Any], static: bool
+) -> None:
+    """In a pool for one group at a time, beside others: each search finds what it finds alone, and scores
+    as far from those of exact logits as roundings to bfloat16 take them."""
+    folder, model = llama
+    options: dict[str, Any] = {"device": "static", "max_num_seqs": 8, "num_kv_blocks": 14}
+    asked = [
+        greedy(f"b{i}", prompt_of(14 + 9 * i, seed=i), 12, use_beam_search=True, n=4 - i % 2)
+        for i in range(3)
+    ]
+    others = [greedy(f"r{i}", prompt_of(5 + 20 * i, seed=9 + i), 24) for i in range(3)]
+    alone = {}
+    for request in asked:
+        made = engine(folder, **options)
+        alone |= run(made, request)
+    made = engine(folder, **options)
+    warm = made.stats().compilations
+    found = run(made, others[0], *asked, *others[1:])
+    stats = made.stats()
+    assert stats.preemptions > 0 and stats.kv_blocks_used == 0
+    assert stats.compilations == warm, "a step had a shape that was not run at the start"
+    for request in asked:
+        mine, theirs = found[request.id], alone[request.id]
+        assert [(u.index, u.token_ids) for u in mine] == [(u.index, u.token_ids) for u in theirs]
+        exact = beam_scores(model, request)
+        assert [u.score for u in mine] == pytest.approx(exact, abs=0.1)
+    for r in others:
+        assert tokens_of(found[r.id]) == rounded(model, r.prompt_token_ids, 24), r.id
 
 
 def test_a_lost_cache_costs_one_step_and_no_other_request(

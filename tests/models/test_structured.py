@@ -198,6 +198,8 @@ def test_a_grammar_that_fails_late_is_told_and_takes_nobody_with_it(folder: Path
         ({"json": {"$defs": {"x": {"type": "nope"}}, "items": {"$ref": "#/$defs/x"}}}, "#"),
         ({"json": {"properties": {"a/b": {"pattern": "(["}}}}, "#/properties/a~1b: regex parse error"),
         ({"json": "{"}, "not valid JSON"),
+        ({"json": False}, "an object or true, got false"),
+        ({"json": "[1]"}, "an object or true, got [1]"),
         ({"regex": "a(?=b)"}, "look-around"),
         ({"grammar": "start: x"}, 'unknown name: "x"'),
         ({"grammar": "root ::= ("}, "cannot be read"),
@@ -209,6 +211,12 @@ def test_a_bad_grammar_is_refused_by_name(spec: dict[str, Any], words: str) -> N
         check(StructuredOutputsParams(**spec))
     assert words in str(caught.value)
     assert caught.value.param == f"structured_outputs.{next(iter(spec))}"
+
+
+@pytest.mark.parametrize("schema", [True, "true", {}])
+def test_the_schema_of_anything_is_one(schema: Any) -> None:
+    check(StructuredOutputsParams(json=schema))
+    check(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
 
 
 @pytest.mark.parametrize(

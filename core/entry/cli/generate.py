@@ -204,6 +204,8 @@ def _sample(sample: CompletionOutput) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "stop_reason": sample.stop_reason,
     }
+    if sample.score is not None:  # of a beam
+        result |= {"cumulative_logprob": sample.cumulative_logprob, "score": sample.score}
     if sample.logprobs is not None:
         result["logprobs"] = [_logprobs(at) for at in sample.logprobs]
     return result

@@ -9,6 +9,7 @@ have no effect on the answer (`user`, `metadata`, …).
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -347,10 +348,12 @@ def decode_lenient(body: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
         return decode(body, kind), []
     if not isinstance(raw, dict):
         return decode(body, kind), []
-    ignored = _cut(raw, kind)
+    leave_out = getattr(kind, "leave_out", None)
+    ignored = leave_out(raw) if leave_out is not None else cut(raw, kind.__struct_fields__, NEUTRAL)
     options = raw.get("stream_options")
     if "stream_options" in kind.__struct_fields__ and isinstance(options, dict):
-        ignored += [f"stream_options.{name}" for name in _cut(options, StreamOptions)]
+        known = StreamOptions.__struct_fields__
+        ignored += [f"stream_options.{name}" for name in cut(options, known, NEUTRAL)]
         if options.pop("include_obfuscation", None):
             ignored.append("stream_options.include_obfuscation")
     try:
@@ -359,17 +362,22 @@ def decode_lenient(body: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
         raise _explained(str(error), kind) from None
 
 
-def _cut(raw: dict[str, Any], kind: type[msgspec.Struct]) -> list[str]:
-    known = kind.__struct_fields__
-    ignored = [n for n, v in raw.items() if n not in known or not asks_for_nothing(n, v)]
+def cut(
+    raw: dict[str, Any], known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> list[str]:
+    """Takes out of a request's body what is not `known`, and what stands in `neutral` with a value that is
+    none of those there. Returns the names, in the order in which they were sent."""
+    ignored = [n for n, v in raw.items() if n not in known or not asks_for_nothing(n, v, neutral)]
     for name in ignored:
         del raw[name]
     return ignored
 
 
-def asks_for_nothing(name: str, value: Any) -> bool:
+def asks_for_nothing(
+    name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> bool:
     """Whether a field may stand there: it is implemented, or its value asks for nothing."""
-    return value is None or name not in NEUTRAL or any(_same(value, item) for item in NEUTRAL[name])
+    return value is None or name not in neutral or any(_same(value, item) for item in neutral[name])
 
 
 def _explained(message: str, kind: type[msgspec.Struct]) -> Exception:

@@ -12,7 +12,7 @@ from octavo.core.entry.server.errors import (
     refuse_unsupported,
     unsupported,
 )
-from octavo.core.entry.server.protocol import ChatRequest
+from octavo.core.entry.server.protocol import ChatRequest, cut
 
 LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
@@ -31,6 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "truncation": ("disabled",),
 }
+_NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
 _WHY = {
     "previous_response_id": "this server keeps no responses: send the earlier items in input",
     "conversation": "this server keeps no responses: send the earlier items in input",
@@ -136,6 +137,22 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         )
 
     @classmethod
+    def leave_out(cls, raw: dict[str, Any]) -> list[str]:
+        """Takes out of a request's body what would be refused as unknown or not supported, of a wrong type
+        aside: see `decode_lenient`. Returns the names."""
+        ignored = cut(raw, cls.__struct_fields__, NEUTRAL)
+        if isinstance(include := raw.get("include"), list):
+            ignored += [f"include[{i}]" for i, name in enumerate(include) if name != LOGPROBS]
+            raw["include"] = [name for name in include if name == LOGPROBS]
+        if isinstance(text := raw.get("text"), dict):
+            ignored += [f"text.{n}" for n in cut(text, ("format", "verbosity"), _NEUTRAL_OF_TEXT)]
+        options = raw.get("stream_options")
+        if isinstance(options, dict):
+            named = cut(options, ("include_obfuscation",), {"include_obfuscation": (False,)})
+            ignored += [f"stream_options.{name}" for name in named]
+        return ignored
+
+    @classmethod
     def honoured(cls) -> list[str]:
         """The fields that do what they say."""
         return [name for name in cls.__struct_fields__ if name not in NEUTRAL]
@@ -171,7 +188,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
             return None
         if not isinstance(text, dict) or not set(text) <= {"format", "verbosity"}:
             raise bad_request("text", "text must be an object with format")
-        if text.get("verbosity") not in (None, "medium"):
+        if text.get("verbosity") not in (None, *_NEUTRAL_OF_TEXT["verbosity"]):
             raise bad_request(
                 "text.verbosity", "text.verbosity is not supported by this server", "unsupported"
             )

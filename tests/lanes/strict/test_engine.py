@@ -15,7 +15,18 @@ import torch
 from byte_model import EOS, byte_llama
 from model_variants import VARIANTS, random_model
 from rounded_reference import TALLY, same_tokens
-from tiny_models import engine, everything, full, greedy, make, prompt_of, reference, run, tokens_of
+from tiny_models import (
+    beam_scores,
+    engine,
+    everything,
+    full,
+    greedy,
+    make,
+    prompt_of,
+    reference,
+    run,
+    tokens_of,
+)
 
 from octavo.core.engine import Engine
 from octavo.core.types import (
@@ -170,6 +181,35 @@ def test_samples_share_blocks_until_they_write(llama: Path, chip: Any) -> None:
     ]
     made = strict(llama)
     same_tokens(llama, requests, finished(made, *requests))
+    assert chip.counts["copy_blocks"] > copied
+    made.shutdown()
+
+
+def test_beams_share_part_and_are_preempted(llama: Path, chip: Any) -> None:
+    """Beams in a pool that cannot hold all groups at once find what they find alone; scores are those of
+    exact logits but for the roundings to bfloat16."""
+    copied = chip.counts["copy_blocks"]
+    asked = [
+        greedy(f"b{i}", prompt_of(BLOCK - 9 + 6 * i, seed=i), 14, use_beam_search=True, n=4)
+        for i in range(3)
+    ]
+    others = [greedy(f"r{i}", prompt_of(120 + i, seed=20 + i), 20) for i in range(3)]
+    alone: dict[str, list[SequenceUpdate]] = {}
+    for request in asked:
+        made = strict(llama, max_model_len=200)
+        alone |= finished(made, request)
+        made.shutdown()
+    made = strict(llama, max_model_len=200, num_kv_blocks=1 + 9, max_num_batched_tokens=48)
+    found = finished(made, others[0], *asked, *others[1:])
+    assert made.stats().preemptions > 0
+    same_tokens(llama, others, found)
+    model = make("Llama", {"max_position_embeddings": 1024})
+    for request in asked:
+        mine, theirs = found[request.id], alone[request.id]
+        assert [u.score for u in mine] == pytest.approx([u.score for u in theirs], abs=0.05)
+        assert mine[0].token_ids == theirs[0].token_ids
+        exact = beam_scores(model, request)
+        assert [u.score for u in mine] == pytest.approx(exact, abs=0.1)
     assert chip.counts["copy_blocks"] > copied
     made.shutdown()
 
