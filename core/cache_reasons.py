@@ -43,9 +43,7 @@ def miss_reason(sequence: Sequence, blocks: BlockManager, shares: bool) -> MissR
     return "diverged"
 
 
-def account_hits(
-    roster: Roster, sequence: Sequence, hits: SequenceOf[int], shares: bool
-) -> None:
+def account_hits(roster: Roster, sequence: Sequence, hits: SequenceOf[int], shares: bool) -> None:
     """Counts what a starting sequence found. hits: where its cached blocks were; negative: on the host."""
     timings, counts = sequence.timings, roster.counts
     if sequence.preemptions:

@@ -383,7 +383,9 @@ class Planner:
             self._no_room = None
             if shares:
                 waiting.promise(sequence)
-            if item is None:  # a beam that is computed but for its last token: that has its turn later
+            if (
+                item is None
+            ):  # a beam that is computed but for its last token: that has its turn later
                 continue
             items.append(item)
             left.take(item)

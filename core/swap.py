@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from octavo.core.blocks import BlockAuditError, BlockHash, BlockManager
 from octavo.core.host_pool import HostPool
 from octavo.core.sequence import Sequence
-from octavo.core.types import PreemptionMode, StepPlan
+from octavo.core.types import StepPlan
 
 _SHARE = 0.2  # weight of the newest step in what a prompt's token costs
 _ENOUGH = 16  # tokens of a step that tells what a prompt's token costs
@@ -53,7 +53,7 @@ class Swap:
     A *place* of a block is its number on the device, or -1 - slot while it is on the host.
 
     Args:
-        mode: of preempted sequences: "auto" takes what is estimated to be cheaper.
+        mode: of preempted sequences: "recompute", "swap", or "auto", what is estimated to be cheaper.
         block_seconds: what copying a block out and back takes, as measured at the start.
     """
 
@@ -61,7 +61,7 @@ class Swap:
         self,
         blocks: BlockManager,
         pool: HostPool,
-        mode: PreemptionMode,
+        mode: str,
         block_seconds: float,
     ) -> None:
         self.blocks, self.pool, self.mode = blocks, pool, mode

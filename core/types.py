@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 BatchKind = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-PreemptionMode = Literal["auto", "recompute", "swap"]
 MissReason = Literal["diverged", "evicted", "salted", "below_block", "prompt_logprobs", "off"]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from octavo.core.blocks import BlockManager
     from octavo.core.entry.wiring import Design
     from octavo.core.host_store import HostStore
-    from octavo.core.types import PreemptionMode
 
 _GIB = 1 << 30
 
 
-def host_bytes(config: EngineConfig, made: Design, left: int) -> int:
-    """Bytes of the pool; 0: none is asked for.
+def host_bytes(config: EngineConfig, made: Design, left: int) -> tuple[int, bool]:
+    """(bytes of the pool, 0 if none is asked for; whether they are of the device's own memory).
 
     left: of the device's memory, beside weights and KV cache.
 
@@ -31,7 +30,7 @@ def host_bytes(config: EngineConfig, made: Design, left: int) -> int:
     """
     wanted = int(config.swap_space * _GIB)
     if not wanted:
-        return 0
+        return 0, False
     backend, device = made.resolved.backend, made.resolved.device
     who = f"backend {backend.name!r} on {device}"
     if not backend.capabilities(device).swap:
@@ -53,7 +52,7 @@ def host_bytes(config: EngineConfig, made: Design, left: int) -> int:
             f"--swap-space {config.swap_space:g}: {wanted:,} bytes of host memory, {free:,} are "
             f"free{beside}; use at most {int(free / _GIB * 100) / 100:g}"
         )
-    return wanted
+    return wanted, shared
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,9 @@ class HostMemory:
     num_slots: int
     row_bytes: int
     block_seconds: float
+    taken: int  # bytes of the device's memory, where that is the host's
 
-    def swap(self, blocks: BlockManager, mode: PreemptionMode) -> Swap:
+    def swap(self, blocks: BlockManager, mode: str) -> Swap:
         """What decides over it."""
         pool = HostPool(self.num_slots)
         return Swap(blocks, pool, mode, self.block_seconds)
@@ -87,7 +87,7 @@ def make_host_memory(
     Raises:
         ConfigError: as `host_bytes`, or it does not hold a block.
     """
-    wanted = host_bytes(config, made, left)
+    wanted, shared = host_bytes(config, made, left)
     if not wanted:
         return None, kv
     from octavo.core.host_store import HostStore, measured, row_bytes
@@ -101,4 +101,4 @@ def make_host_memory(
     seconds, kv = measured(ops, kv, num_blocks)
     slots = wanted // each
     store = HostStore(ops, slots, each, made.plan.block_size)
-    return HostMemory(store, slots, each, seconds), kv
+    return HostMemory(store, slots, each, seconds, slots * each * shared), kv

@@ -146,6 +146,7 @@ def build_engine(
 
     left = max(0, free - num_blocks * block_bytes)
     host, kv = make_host_memory(config, made, ops, kv, num_blocks, left)
+    left -= host.taken if host is not None else 0
     target = Target(made, files, ops, weights, num_blocks, max_len, left)
     speculation = make_speculation(config, target, phases, progress)
     scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases, speculation, host)

@@ -156,7 +156,7 @@ def test_a_dtype_that_does_not_work_is_named() -> None:
 def test_what_is_not_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Awkward()
     card = check(backend, "awkward", only="refusal/*", speed=False)
-    assert card.passed and card.rows[0].cases == 6
+    assert card.passed and card.rows[0].cases == 7
     # An engine that lets everything through.
     monkeypatch.setattr("octavo.core.entry.wiring._validated", lambda plan, *_: plan)
     card = check(backend, "awkward", only="refusal/*", speed=False)
@@ -165,8 +165,23 @@ def test_what_is_not_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 ENGINE: dict[str, set[str]] = {
     "Sound": set(),
-    "TokensFromTheWrongEnd": {"chunked-prefill", "preemption", "prefix-hits", "forks", "aborts"},
-    "KeepsTheBatch": {"chunked-prefill", "preemption", "prefix-hits", "forks", "aborts", "seeds"},
+    "TokensFromTheWrongEnd": {
+        "chunked-prefill",
+        "preemption",
+        "swap",
+        "prefix-hits",
+        "forks",
+        "aborts",
+    },
+    "KeepsTheBatch": {
+        "chunked-prefill",
+        "preemption",
+        "swap",
+        "prefix-hits",
+        "forks",
+        "aborts",
+        "seeds",
+    },
 }
 
 
@@ -184,13 +199,19 @@ def test_lost_copies_are_seen_in_forks() -> None:
     assert failed == {"forks"}, found
 
 
+def test_a_swap_that_is_declared_and_does_not_work_is_seen() -> None:
+    found = results(with_ops("ImportsNextDoor"), "engine")
+    failed = {r.op for r in found if r.state == "failed"}
+    assert failed == {"swap"}, found
+
+
 def test_an_awkward_backend_that_is_right_passes() -> None:
     """Static buckets, donated handles, one block size, draws of its own."""
     for group in ("op", "contract", "engine"):
         found = results(Awkward(), group)
         assert not failing(found), [r for r in found if r.state == "failed"]
     states = {r.op: r.state for r in found}
-    assert states["seeds"] == "not offered" and states["forks"] == "passed"
+    assert states["seeds"] == states["swap"] == "not offered" and states["forks"] == "passed"
 
 
 def test_lanes_of_their_own_pass() -> None:
