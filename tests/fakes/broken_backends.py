@@ -201,7 +201,11 @@ class Awkward(Sound):
 
     def capabilities(self, device: str) -> Capabilities:
         return Capabilities(
-            block_sizes=(32,), head_sizes=(32, 128, 32), shapes="static", seeded_sampling=False
+            block_sizes=(32,),
+            head_sizes=(32, 128, 32),
+            shapes="static",
+            seeded_sampling=False,
+            swap=True,
         )
 
     def plan(self, model: ModelShape, device: str, limits: Limits) -> ExecutionPlan:

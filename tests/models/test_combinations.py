@@ -47,6 +47,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "prefix hit": {},
     "chunked": {"max_num_batched_tokens": 11},
     "recomputed": {"num_kv_blocks": 40},
+    "swapped": {"num_kv_blocks": 14, "swap_space": 0.05, "preemption_mode": "swap"},
 }
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "adaptive": False}
 
@@ -120,7 +121,7 @@ def test_a_cell(folder: Path, way: str, situation: str, speculating: bool, strea
             prompts = ["what comes first " * 2, PROMPT, "names " * 9]
             crowd = params("greedy", ignore_eos=True, max_tokens=60)
             asked = [crowd, *asked, crowd]
-        if situation == "recomputed":
+        if situation in ("recomputed", "swapped"):
             preempt_often(llm._engine)
         before = llm._engine.stats()
         found = answer(llm, prompts, asked, stream)[prompts.index(PROMPT)]
@@ -131,7 +132,8 @@ def test_a_cell(folder: Path, way: str, situation: str, speculating: bool, strea
     for mine, theirs in zip(found, expected, strict=True):
         assert_close(mine[2], theirs[2])
     assert (after.prefix_hit_tokens > before.prefix_hit_tokens) >= (situation == "prefix hit")
-    assert (after.preemptions > 0) >= (situation == "recomputed")
+    assert (after.preemptions > 0) >= (situation in ("recomputed", "swapped"))
+    assert (after.swaps > 0) == (after.swapped_in_blocks > 0) == (situation == "swapped")
     assert (after.drafted_tokens > 0) == speculating
     if way in ("greedy", "structured"):
         assert (after.accepted_tokens > 0) == speculating
@@ -159,12 +161,15 @@ def assert_close(mine: list[Any], theirs: list[Any]) -> None:
             assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("swapping", [False, True], ids=["", "swap"])
 @pytest.mark.parametrize("speculating", [False, True], ids=["", "drafts"])
-def test_aborts_in_the_middle(folder: Path, speculating: bool) -> None:
+def test_aborts_in_the_middle(folder: Path, speculating: bool, swapping: bool) -> None:
     """At any step: the others' answers are untouched, and nothing stays behind."""
     options: dict[str, Any] = {"num_kv_blocks": 16, "max_num_batched_tokens": 24}
     if speculating:
         options["speculative_config"] = DRAFTS
+    if swapping:
+        options |= {"num_kv_blocks": 10, "swap_space": 0.05, "preemption_mode": "swap"}
     with opened(folder, **options) as llm:
         for way, steps in itertools.product(WAYS, (1, 3, 7)):
             ready = [llm.tokenize(PROMPT), llm.tokenize(PROMPT)]

@@ -23,6 +23,7 @@ from octavo.core.entry.cli import (
     bench_sharing,
     bench_speculation,
     bench_startup,
+    bench_swap,
 )
 from octavo.core.entry.cli.bench_options import count
 from octavo.core.entry.cli.failure import CommandFailed
@@ -48,6 +49,7 @@ _KINDS = {
     "scaling": bench_scaling,
     "speculation": bench_speculation,
     "sharing": bench_sharing,
+    "swap": bench_swap,
 }
 
 

@@ -18,9 +18,9 @@ import uvicorn
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.engine import ModelInfo
 from octavo.core.entry.async_llm import AsyncLLM
+from octavo.core.entry.cli.sizes import size_text
 from octavo.core.entry.engine_spawn import DEFAULT_FACTORY, Spawned
 from octavo.core.entry.formats import check_names
-from octavo.core.entry.cli.sizes import size_text
 from octavo.core.entry.front import load_front
 from octavo.core.entry.server.app import build_app
 from octavo.core.entry.server.listen import Protocol, check_tls, leave, listen, listen_at
