@@ -66,6 +66,7 @@ class Planner:
         self.shares = blocks.prefix_caching and lanes.longest_whole is None
         # Whether somebody who runs waits, for blocks that rest or for room in a mixed lane.
         self._short = False
+        self._late = False  # somebody has started who has nothing for the lane that starts
         self._rejoining: list[tuple[Sequence, Sequence, int, int]] = []
         self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
 
@@ -75,12 +76,14 @@ class Planner:
         preempted: list[str] = []
         turns = self._turns
         self.blocks.begin_step(self.roster.steps + 1)
+        self._late = False
         if self.swap is not None:
             self.swap.begin_step()
         mode, decodes, prompts = self._first_mode(copies, preempted)
         while not decodes and not prompts:
-            if not self.roster.groups or not self.blocks.settle():
+            if not self.roster.groups or not (self._late or self.blocks.settle()):
                 return None
+            self._late = False
             mode, decodes, prompts = self._first_mode(copies, preempted)
         if len(turns) > 1:
             turns.remove(mode)
@@ -376,16 +379,17 @@ class Planner:
             if not self._take_blocks(sequence, hits, computed):
                 self._no_room = moment
                 return
-            item = self._tokens_for(sequence, left.tokens, rows, lane)
+            # Where prompts are computed whole, their lane sees no tokens that came back from the host.
+            sees = lane.chunked or not computed
+            item = self._tokens_for(sequence, left.tokens, rows, lane) if sees else None
             roster.start(sequence)
             if sequence.beams is not None and sequence.beams.begun:
                 beam.rejoin(roster, sequence.beams, self._rejoining)
             self._no_room = None
             if shares:
                 waiting.promise(sequence)
-            if (
-                item is None
-            ):  # a beam that is computed but for its last token: that has its turn later
+            if item is None:  # a beam, or blocks from the host: only a decoding token is left
+                self._late = True
                 continue
             items.append(item)
             left.take(item)

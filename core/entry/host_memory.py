@@ -9,7 +9,6 @@ from octavo.core import memory
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Handle, Ops
 from octavo.core.host_pool import HostPool
-from octavo.core.lanes import LaneSet
 from octavo.core.swap import Swap
 
 if TYPE_CHECKING:
@@ -37,11 +36,6 @@ def host_bytes(config: EngineConfig, made: Design, left: int) -> tuple[int, bool
         raise ConfigError(
             f"--swap-space {config.swap_space:g}: {who} cannot move KV blocks to host memory (its "
             "capabilities say no swap); leave it out: preempted requests are computed again"
-        )
-    if LaneSet(made.plan.lanes, made.plan.max_logits_rows).longest_whole is not None:
-        raise ConfigError(
-            f"--swap-space {config.swap_space:g}: {who} computes prompts whole and cannot go on behind "
-            "blocks that come back; leave it out: preempted requests are computed again"
         )
     host = memory.host_memory()
     shared = backend.memory(device).total == host.total  # the device's memory is the host's
