@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -257,13 +258,6 @@ thorough = settings(
 )
 
 
-def with_host(s: Scenario, host: int, mode: str) -> Scenario:
-    """The scenario beside host memory, where its lanes let a sequence go on behind blocks that come back."""
-    values = {name: getattr(s, name) for name in Scenario.__dataclass_fields__}
-    whole = not all(lane.chunked for lane in s.lanes)
-    return Scenario(**{**values, "host": 0 if whole else host, "mode": mode})
-
-
 def count(r: Rig) -> None:
     stats = r.scheduler.stats()
     for name in ("swaps", "swapped_out_blocks", "swapped_in_blocks", "host_hit_tokens"):
@@ -279,19 +273,19 @@ def count(r: Rig) -> None:
     st.sampled_from(["swap", "swap", "auto", "recompute"]),
 )
 def test_any_scenario_beside_host_memory(scenario: Scenario, host: int, mode: str) -> None:
-    count(play(with_host(scenario, host, mode))[1])
+    count(play(replace(scenario, host=host, mode=mode))[1])
 
 
 @thorough
 @given(scenarios(crowd=True), st.sampled_from([3, 100]))
 def test_any_crowd_beside_host_memory(scenario: Scenario, host: int) -> None:
-    count(play(with_host(scenario, host, "swap"))[1])
+    count(play(replace(scenario, host=host))[1])
 
 
 @thorough
 @given(scenarios(), st.randoms(use_true_random=False), st.sampled_from([3, 100]))
 def test_any_lanes_beside_host_memory(scenario: Scenario, dice: random.Random, host: int) -> None:
-    count(play(with_host(random_lanes(dice, scenario), host, "swap"))[1])
+    count(play(replace(random_lanes(dice, scenario), host=host))[1])
 
 
 def test_blocks_did_move() -> None:
@@ -314,8 +308,10 @@ def test_many_steps_beside_host_memory() -> None:
         scenario = random_scenario(dice)
         if number % 2:
             scenario = random_lanes(dice, scenario)
-        scenario = with_host(
-            scenario, dice.choice([1, 2, 5, 20, 200]), dice.choice(["swap", "swap", "recompute"])
+        scenario = replace(
+            scenario,
+            host=dice.choice([1, 2, 5, 20, 200]),
+            mode=dice.choice(["swap", "swap", "recompute"]),
         )
         try:
             done += play(scenario)[0]

@@ -141,6 +141,16 @@ class LateBackend(broken_backends.Sound):
         return LateOps()
 
 
+def test_where_prompts_are_computed_whole(llama: tuple[Path, Any]) -> None:
+    """What comes back goes on in the lane that decodes."""
+    options = {"num_kv_blocks": 14, "max_model_len": 128}
+    with engine_on(broken_backends.TwoLanes(), "sound", llama[0], **HOST, **options) as made:
+        found = texts(made, asked())
+        stats = made.stats()
+    assert stats.swaps == stats.preemptions > 0
+    assert found == uninterrupted(llama[0], device="reference", max_model_len=128)
+
+
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 def test_no_block_is_written_while_it_is_copied_out(llama: tuple[Path, Any], caching: bool) -> None:
     options = {"num_kv_blocks": 14, "max_num_batched_tokens": 24, "max_model_len": 128}
@@ -160,16 +170,10 @@ class NoSwap(broken_backends.Sound):
         return Capabilities(block_sizes=(16,))
 
 
-class WholePrompts(broken_backends.TwoLanes):
-    def capabilities(self, device: str) -> Capabilities:
-        return Capabilities(block_sizes=super().capabilities(device).block_sizes, swap=True)
-
-
 @pytest.mark.parametrize(
     ("backend", "space", "words"),
     [
         (NoSwap(), 1, r"--swap-space 1: backend 'sound' on sound cannot move KV blocks .*leave it"),
-        (WholePrompts(), 1, r"--swap-space 1: .* computes prompts whole .*leave it out"),
         (broken_backends.Sound(), 1e5, r"--swap-space 100000: .* are free .*use at most \d"),
         (broken_backends.Sound(), 1e-6, r"--swap-space 1e-06: a KV block takes \d.*give at least"),
     ],

@@ -220,7 +220,7 @@ def test_lanes_of_their_own_pass() -> None:
         found = results(broken_backends.TwoLanes(), group)
         assert not failing(found), [r for r in found if r.state == "failed"]
     states = {r.op: r.state for r in found}
-    assert states["prefix-hits"] == states["swap"] == "not offered"
+    assert states["prefix-hits"] == "not offered" and states["swap"] == "passed"
 
 
 def test_what_was_only_compiled_is_not_said_to_have_run() -> None:
