@@ -129,6 +129,13 @@ class DeclaresTooMuch(Sound):
         return replace(super().capabilities(device), dtypes=("float32", "float16"))
 
 
+class WithoutSwap(Sound):
+    """Right, and its blocks stay where they are."""
+
+    def capabilities(self, device: str) -> Capabilities:
+        return replace(super().capabilities(device), swap=False)
+
+
 class MemoryFromNowhere(Sound):
     def memory(self, device: str) -> Any:
         return replace(super().memory(device), total=1)

@@ -107,10 +107,18 @@ def plain(folder: Path, way: str) -> list[tuple[Any, ...]]:
         return answer(llm, [PROMPT], [params(way)], stream=False)[0]
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("speculating", [False, True], ids=["", "drafts"])
-@pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("way", WAYS)
+CELLS = [
+    pytest.param(
+        *cell,
+        id="-".join([cell[0], cell[1], "drafts" * cell[2], "streamed" if cell[3] else "whole"]),
+        # Of the last column half are for the slow lane: all its ways run, with drafts and without.
+        marks=[pytest.mark.slow] * (cell[1] == "swapped" and cell[2] != cell[3]),
+    )
+    for cell in itertools.product(WAYS, SITUATIONS, (False, True), (False, True))
+]
+
+
+@pytest.mark.parametrize(("way", "situation", "speculating", "stream"), CELLS)
 def test_a_cell(folder: Path, way: str, situation: str, speculating: bool, stream: bool) -> None:
     options = SITUATIONS[situation] | ({"speculative_config": DRAFTS} if speculating else {})
     with opened(folder, **options) as llm:
@@ -161,8 +169,15 @@ def assert_close(mine: list[Any], theirs: list[Any]) -> None:
             assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("swapping", [False, True], ids=["", "swap"])
-@pytest.mark.parametrize("speculating", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize(
+    ("speculating", "swapping"),
+    [
+        (False, False),
+        (True, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_aborts_in_the_middle(folder: Path, speculating: bool, swapping: bool) -> None:
     """At any step: the others' answers are untouched, and nothing stays behind."""
     options: dict[str, Any] = {"num_kv_blocks": 16, "max_num_batched_tokens": 24}

@@ -22,7 +22,7 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.engine import Engine
 from octavo.core.entry.wiring import build_engine, resolve_model
 from octavo.core.types import Request, SamplingParams
-from octavo.plugins import Backend, Capabilities, Ops
+from octavo.plugins import Backend, Ops
 from octavo.plugins.conformance.engine_cases import engine as engine_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -178,15 +178,14 @@ def test_no_block_is_written_while_it_is_copied_out(llama: tuple[Path, Any], cac
 # -------------------------------------------------------------------------------- what is refused
 
 
-class NoSwap(broken_backends.Sound):
-    def capabilities(self, device: str) -> Capabilities:
-        return Capabilities(block_sizes=(16,))
-
-
 @pytest.mark.parametrize(
     ("backend", "space", "words"),
     [
-        (NoSwap(), 1, r"--swap-space 1: backend 'sound' on sound cannot move KV blocks .*leave it"),
+        (
+            broken_backends.WithoutSwap(),
+            1,
+            r"--swap-space 1: backend 'sound' on sound cannot move KV blocks .*leave it",
+        ),
         (broken_backends.Sound(), 1e5, r"--swap-space 100000: .* are free .*use at most \d"),
         (broken_backends.Sound(), 1e-6, r"--swap-space 1e-06: a KV block takes \d.*give at least"),
     ],

@@ -156,7 +156,7 @@ def test_a_dtype_that_does_not_work_is_named() -> None:
 def test_what_is_not_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Awkward()
     card = check(backend, "awkward", only="refusal/*", speed=False)
-    assert card.passed and card.rows[0].cases == 7
+    assert card.passed and card.rows[0].cases == 6
     # An engine that lets everything through.
     monkeypatch.setattr("octavo.core.entry.wiring._validated", lambda plan, *_: plan)
     card = check(backend, "awkward", only="refusal/*", speed=False)
@@ -200,9 +200,17 @@ def test_lost_copies_are_seen_in_forks() -> None:
 
 
 def test_a_swap_that_is_declared_and_does_not_work_is_seen() -> None:
-    found = results(with_ops("ImportsNextDoor"), "engine")
-    failed = {r.op for r in found if r.state == "failed"}
-    assert failed == {"swap"}, found
+    subject = Subject(with_ops("ImportsNextDoor"), "sound")
+    cases = [c for c in catalogue(subject) if c.op in ("swap", "preemption") and c.number == 0]
+    states = {(r.op, r.state) for r in [run_case(subject, c) for c in cases]}
+    assert states == {("swap", "failed"), ("preemption", "passed")}
+
+
+def test_a_swap_that_is_not_declared_is_refused_and_not_offered() -> None:
+    subject = Subject(broken_backends.WithoutSwap(), "sound")
+    cases = [c for c in catalogue(subject) if "swap" in (c.op, c.aspect.removesuffix("_space"))]
+    states = {(r.op, r.state) for r in [run_case(subject, c) for c in cases if c.number == 0]}
+    assert states == {("refusal", "passed"), ("swap", "not offered")}
 
 
 def test_an_awkward_backend_that_is_right_passes() -> None:
