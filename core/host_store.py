@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 from octavo.core.contract import Handle, Ops, Transfer
 from octavo.core.types import StepPlan
 
-_AT_ONCE = 64 << 20  # bytes of a single transfer
+_AT_ONCE = 16 << 20  # bytes of a single transfer
 _TRIED = 8  # blocks by which copies are measured
 _TRIALS = 3
 
@@ -26,7 +27,8 @@ class HostStore:
 
     def __init__(self, ops: Ops, num_slots: int, row_bytes: int, block_size: int) -> None:
         self._ops = ops
-        self._rows = torch.empty((num_slots, row_bytes), dtype=torch.uint8)
+        # As numpy's, whose copies wake no threads: torch's would take longer to wake than they save.
+        self._rows = np.empty((num_slots, row_bytes), np.uint8)
         self._block_size = block_size
         self._at_once = max(1, _AT_ONCE // row_bytes)
         self._under_way: list[tuple[Transfer, list[int], list[int]]] = []  # slots, their rows in it
@@ -44,7 +46,7 @@ class HostStore:
             rows = [row[block] for block, _ in step.swap_out if block in row]
             found = self._ops.export_blocks(kv, some)
             if isinstance(found, torch.Tensor):
-                self._rows[slots] = found[rows]
+                self._keep(found, slots, rows)
             else:
                 self._under_way.append((found, slots, rows))
         # Most often a block leaves because the same step writes another's tokens into it.
@@ -57,15 +59,20 @@ class HostStore:
             self.finish()
         for at in range(0, len(step.swap_in), self._at_once):
             some = step.swap_in[at : at + self._at_once]
-            rows = self._rows[[slot for slot, _ in some]]
+            rows = torch.from_numpy(self._rows[[slot for slot, _ in some]])
             kv = self._ops.import_blocks(rows, kv, [block for _, block in some])
         return kv
 
     def finish(self) -> None:
         """Waits for all that is under way."""
         for transfer, slots, rows in self._under_way:
-            self._rows[slots] = transfer.wait()[rows]
+            self._keep(transfer.wait(), slots, rows)
         self._under_way.clear()
+
+    def _keep(self, found: torch.Tensor, slots: list[int], rows: list[int]) -> None:
+        data = found.numpy()
+        for slot, row in zip(slots, rows, strict=True):
+            self._rows[slot] = data[row]
 
     def _forget(self) -> None:
         """What a step that failed has left under way is in nobody's slot."""
