@@ -13,6 +13,11 @@ from scenarios import Scenario, play, random_lanes, random_scenario
 from support import Rig, expected_tokens, request, rig
 from test_scheduler_properties import scenarios
 
+from octavo.core.blocks import BlockManager, extend_hashes, root_hash
+from octavo.core.contract import Lane
+from octavo.core.host_pool import HostPool
+from octavo.core.sequence import Sequence
+from octavo.core.swap import Swap
 from octavo.core.types import Request, StepPlan
 
 POOL = 10**6
@@ -243,6 +248,101 @@ def test_who_ends_while_swapped_out_leaves_nothing_behind() -> None:
     r.run()
     right(r, request("b", 22, max_tokens=10))
     r.check_empty()
+
+
+def test_what_was_to_be_copied_from_a_lost_cache_is_computed_again() -> None:
+    r = rig(blocks=100, block_size=4, host=40, prefix_caching=False)
+    q = request("a", 22, max_tokens=10)
+    r.engine.add(q)
+    for _ in range(3):
+        r.step()
+    r.scheduler.roster.preempt(r.scheduler.running[0])
+    r.runner.kv[:] = 0
+    r.scheduler.restart()
+    r.run()
+    right(r, q)
+    r.check_empty()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_one_alone_goes_on_in_the_lane_that_decodes(steps: int) -> None:
+    """Prompts are computed whole in a lane of their own; whichever has its turn, the next step runs it."""
+    lanes = (
+        Lane(("prefill",), 4, 64, exclusive=True, chunked=False),
+        Lane(("decode",), 8, 8, exclusive=True),
+    )
+    r = rig(blocks=100, block_size=4, max_num_seqs=8, host=40, lanes=lanes)
+    q = request("a", 22, max_tokens=10)
+    r.engine.add(q)
+    for _ in range(steps):
+        r.step()
+    r.scheduler.roster.preempt(r.scheduler.running[0])
+    assert r.step()
+    r.run()
+    right(r, q)
+    assert r.scheduler.stats().swapped_in_blocks == r.scheduler.stats().swapped_out_blocks > 0
+    r.check_empty()
+
+
+# --------------------------------------------------------------------------------- within one plan
+
+
+def books(blocks: int, host: int) -> tuple[BlockManager, Swap]:
+    manager = BlockManager(blocks, 4)
+    return manager, Swap(manager, HostPool(host), "swap", 0.0)
+
+
+def holder(manager: BlockManager, tokens: int, name: str = "a") -> Sequence:
+    """A sequence whose tokens are computed and whose full blocks are known."""
+    q = request(name, tokens)
+    sequence = Sequence(q, 0, root_hash(None, None, ()), 0, 100)
+    sequence.add_blocks(manager.allocate(manager.blocks_for(tokens)))
+    sequence.num_computed = tokens
+    extend_hashes(sequence.hashes, sequence.root, sequence.tokens, 4)
+    for block, key in zip(sequence.blocks, sequence.hashes, strict=False):
+        manager.remember(block, key)
+    sequence.num_remembered = tokens // 4
+    return sequence
+
+
+def give_up(manager: BlockManager, swap: Swap, sequence: Sequence) -> None:
+    swap.leaving(sequence)
+    manager.free(sequence.blocks)
+    sequence.drop_blocks()
+
+
+def test_a_block_whose_known_twin_has_gone_is_known_itself() -> None:
+    manager, swap = books(blocks=4, host=4)
+    first, twin = holder(manager, 4), holder(manager, 5)
+    assert manager.lookup(twin.hashes) == first.blocks
+    give_up(manager, swap, first)
+    manager.free(manager.allocate(1))  # evicts it
+    swap.take_copies()
+    for slot in [swap.pool.find(twin.hashes[0])]:
+        assert slot is not None
+        swap.pool.void(slot)
+    assert swap.out(twin)
+    assert manager.lookup(twin.hashes) == twin.blocks[:1]
+
+
+def test_what_goes_again_in_the_plan_in_which_it_came_is_not_copied_over_its_successor() -> None:
+    manager, swap = books(blocks=4, host=4)
+    sequence = holder(manager, 10)
+    assert swap.out(sequence)
+    give_up(manager, swap, sequence)
+    others = manager.allocate(3)  # evicts both full blocks
+    assert len(swap.take_copies()[0]) == 3
+    manager.free(others)
+    places = swap.waiting_places(sequence)
+    assert len(places) == 3 and max(places) < 0
+    sequence.add_blocks(swap.bring(sequence, places, 2))
+    assert not swap.out(sequence)  # nothing is there yet that could be copied
+    give_up(manager, swap, sequence)
+    assert len(manager.allocate(3)) == 3
+    assert swap.take_copies() == ((), ())
+    swap.begin_step()
+    assert [swap.pool.find(key) is not None for key in sequence.hashes] == [True, True]
+    swap.check([])
 
 
 # ------------------------------------------------------------------------------------- all together
