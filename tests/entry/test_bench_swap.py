@@ -40,8 +40,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     main(
         [
             *f"bench swap {config.parent} --device cpu --dtype float32 --repeats 1".split(),
-            *("--requests", "6", "--max-output", "20", "--prompts", "3", "--prompt-len", "80"),
-            *("--pool", "25", "--markdown", "--json", str(path)),
+            *("--requests", "12", "--max-output", "60", "--prompts", "3", "--prompt-len", "80"),
+            *("--pool", "30", "--markdown", "--json", str(path)),
         ]
     )
     text = capsys.readouterr().out
