@@ -102,6 +102,8 @@ class BlockManager:
         self._pins: list[tuple[list[int], Transfer]] = []
         self.evictions = 0
         self.frees = 0  # calls that may have made room
+        # Told of a block that is forgotten to be reused, and of its hash.
+        self.offer: Callable[[int, BlockHash], None] | None = None
 
     @property
     def usable(self) -> int:
@@ -141,6 +143,14 @@ class BlockManager:
     def owners(self, block: int) -> int:
         """How many tables a block stands in."""
         return self._refs[block]
+
+    def is_private(self, block: int) -> bool:
+        """Whether one sequence has it, and nobody else could find it."""
+        return self._refs[block] == 1 and self._hash_of[block] is None
+
+    def find(self, key: BlockHash) -> int | None:
+        """The block that is known by this hash."""
+        return self._cached.get(key)
 
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest cached prefix of `hashes`. Changes nothing."""
@@ -255,6 +265,16 @@ class BlockManager:
             if self._evicted:
                 self._evicted.pop(key, None)
 
+    def forget(self, block: int) -> None:
+        """Makes a block unfindable: it does not hold what its hash says."""
+        key = self._hash_of[block]
+        if key is not None:
+            del self._cached[key]
+            self._hash_of[block] = None
+            if block in self._evictable:
+                del self._evictable[block]
+                self._unhashed.append(block)
+
     def reset_cache(self) -> None:
         """Forgets every hash; blocks in use stay with their owners."""
         self._cached.clear()
@@ -273,6 +293,8 @@ class BlockManager:
         del self._cached[key]
         self._hash_of[block] = None
         self.evictions += 1
+        if self.offer is not None:
+            self.offer(block, key)
         self._evicted[key] = None
         if len(self._evicted) > _EVICTED_PER_BLOCK * self.num_blocks:
             self._evicted.popitem(last=False)

@@ -8,9 +8,15 @@ under another salt" would tell just that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
 from octavo.core.blocks import BlockManager
 from octavo.core.sequence import Sequence
 from octavo.core.types import MissReason
+
+if TYPE_CHECKING:
+    from octavo.core.roster import Roster
 
 
 def miss_reason(sequence: Sequence, blocks: BlockManager, shares: bool) -> MissReason:
@@ -35,3 +41,19 @@ def miss_reason(sequence: Sequence, blocks: BlockManager, shares: bool) -> MissR
     if place == 0 and (request.cache_salt is not None or request.adapter is not None):
         return "salted"
     return "diverged"
+
+
+def account_hits(roster: Roster, sequence: Sequence, hits: SequenceOf[int], shares: bool) -> None:
+    """Counts what a starting sequence found. hits: where its cached blocks were; negative: on the host."""
+    timings, counts = sequence.timings, roster.counts
+    if sequence.preemptions:
+        timings.num_recomputed_tokens += sequence.num_tokens - sequence.num_computed
+        return
+    sequence.num_cached = sequence.num_computed
+    timings.num_cached_tokens = sequence.num_computed
+    counts["query"] += sequence.num_tokens
+    counts["hit"] += sequence.num_computed
+    counts["host_hit"] += sum(hit < 0 for hit in hits) * roster.blocks.block_size
+    reason = miss_reason(sequence, roster.blocks, shares)
+    timings.cache_miss = reason
+    roster.misses[reason] += sequence.num_tokens - sequence.num_computed

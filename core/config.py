@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = (*DTYPES, "int8", "fp8")
 POLICIES = ("fcfs", "priority")
 OP_PROVIDERS = ("none", "auto", "measure")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 _ONE_PROCESS = "one process per model so far; leave it out"
 
@@ -29,7 +30,6 @@ _ELSEWHERE = {
     "data_parallel_size": "start one server per copy behind a load balancer; leave it out",
     "trust_remote_code": "code from a model's folder is never run; leave it out",
     "enforce_eager": "there is no graph capture to switch off on this device; leave it out",
-    "swap_space": "preempted requests are recomputed; leave it out",
     "cpu_offload_gb": "weights stay where the device computes; leave it out",
     "load_format": "safetensors and GGUF are told apart by the files; leave it out",
     "tokenizer": "the tokenizer is the model's own; leave it out",
@@ -113,6 +113,20 @@ class EngineConfig:
     kv_fraction: float | None = field(
         default=None, metadata={"help": "share of the memory free after loading, for the KV cache"}
     )
+    swap_space: float = field(
+        default=0.0,
+        metadata={
+            "help": "GiB of host memory for KV blocks of preempted sequences and for cached blocks that "
+            "the KV cache has no room for; 0: none"
+        },
+    )
+    preemption_mode: str = field(
+        default="auto",
+        metadata={
+            "help": "what becomes of the KV blocks of preempted sequences: recompute, swap (to the "
+            "--swap-space) or auto (whichever is estimated to be cheaper)"
+        },
+    )
     enable_prefix_caching: bool = field(
         default=True, metadata={"help": "share KV blocks of equal prefixes"}
     )
@@ -186,6 +200,7 @@ class EngineConfig:
         self._one_of("kv_cache_dtype", KV_DTYPES)
         self._one_of("scheduling_policy", POLICIES)
         self._one_of("op_providers", OP_PROVIDERS)
+        self._one_of("preemption_mode", PREEMPTION_MODES)
         for name in ("model", "device"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -242,11 +257,28 @@ class EngineConfig:
             isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1
         ):
             raise ConfigError(f"kv_fraction must be a number in (0, 1], got {share!r}")
+        self._check_swap()
         given = [
             n for n in ("num_kv_blocks", "kv_memory", "kv_fraction") if getattr(self, n) is not None
         ]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the KV cache: give one of them")
+
+    def _check_swap(self) -> None:
+        space, mode = self.swap_space, self.preemption_mode
+        if not (
+            isinstance(space, (int, float)) and not isinstance(space, bool) and 0 <= space < 1 << 20
+        ):
+            raise ConfigError(f"swap_space must be a number of GiB, 0 for none, got {space!r}")
+        if mode == "swap" and not space:
+            raise ConfigError(
+                "preemption_mode swap needs host memory to swap to: give swap_space, as 4 (GiB)"
+            )
+        if space and mode == "recompute" and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"swap_space {space:g} has no use with preemption_mode recompute and without prefix "
+                "caching: leave out one of the three"
+            )
 
     def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -54,7 +54,7 @@ class Capabilities:
 
     dtypes: of float weights. kv_dtypes: of the KV cache. block_sizes: tokens that a KV block may hold.
     graph_capture: whether whole steps are replayed. swap: whether blocks can be moved to the host and
-    back. collectives: those that ranks can run, by name.
+    back, as `--swap-space` wants it: refused without. collectives: those that ranks can run, by name.
     """
 
     dtypes: tuple[str, ...] = ("float32",)

@@ -34,7 +34,7 @@ EngineStats = SchedulerStats
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine is running, as the start-up banner and the API tell it. `phases` maps each
     start-up phase to seconds; `notes` holds what the engine chose by itself and why; `capabilities`
-    are the backend's, as data."""
+    are the backend's, as data. `host_blocks` of `host_bytes` are the pool for blocks in host memory."""
 
     name: str
     architecture: str
@@ -50,6 +50,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_kv_blocks: int
     kv_bytes: int
+    host_blocks: int = 0
+    host_bytes: int = 0
+    preemption_mode: str = "recompute"
     weight_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -195,6 +198,8 @@ class Engine:
         updates = self.scheduler.commit(plan, result)
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.observe(plan, ran - planned)
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.observe(plan, ran - planned)
         self.runner_seconds += ran - planned
         self.host_seconds += (planned - started) + (time.perf_counter() - ran)
         return early + updates if early else updates

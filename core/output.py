@@ -246,6 +246,7 @@ def _joined_timings(samples: list[_Sample], newest: Timings) -> Timings:
     return msgspec.structs.replace(
         newest,
         num_preemptions=sum(timings.num_preemptions for timings in known),
+        num_swaps=sum(timings.num_swaps for timings in known),
         num_recomputed_tokens=sum(timings.num_recomputed_tokens for timings in known),
         num_drafted_tokens=sum(timings.num_drafted_tokens for timings in known),
         num_accepted_tokens=sum(timings.num_accepted_tokens for timings in known),

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from octavo.core import beams as beam
 from octavo.core.admission import SchedulerLimits, stored_tokens
 from octavo.core.blocks import BlockHash, BlockManager, extend_hashes
-from octavo.core.cache_reasons import miss_reason
+from octavo.core.cache_reasons import account_hits
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.lanes import LaneSet, Mode, Room
 from octavo.core.roster import Roster
@@ -58,16 +58,16 @@ class Planner:
         speculation: Speculation | None = None,
     ) -> None:
         self.roster, self.blocks, self.limits = roster, blocks, limits
+        self.swap = roster.swap
         self._speculation = speculation
         self.running = roster.running
         self._waiting = roster.waiting
         self._turns = list(lanes.modes)  # the one whose turn it is first
         self.shares = blocks.prefix_caching and lanes.longest_whole is None
-        self._short = (
-            False  # somebody who runs waits, for blocks that rest or for room in a mixed lane
-        )
+        # Whether somebody who runs waits, for blocks that rest or for room in a mixed lane.
+        self._short = False
+        self._late = False  # somebody has started who has nothing for the lane that starts
         self._rejoining: list[tuple[Sequence, Sequence, int, int]] = []
-        self._caught_up = False  # beams have started again that had nothing to compute in this step
         self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
 
     def plan(self) -> StepPlan | None:
@@ -76,17 +76,21 @@ class Planner:
         preempted: list[str] = []
         turns = self._turns
         self.blocks.begin_step(self.roster.steps + 1)
+        self._late = False
+        if self.swap is not None:
+            self.swap.begin_step()
         mode, decodes, prompts = self._first_mode(copies, preempted)
         while not decodes and not prompts:
-            if not self._caught_up and (not self.roster.groups or not self.blocks.settle()):
+            if not self.roster.groups or not (self._late or self.blocks.settle()):
                 return None
-            self._caught_up = False
+            self._late = False
             mode, decodes, prompts = self._first_mode(copies, preempted)
         if len(turns) > 1:
             turns.remove(mode)
             turns.append(mode)
         self.roster.steps += 1
         items, lane, lanes = _by_lane(mode, decodes, prompts)
+        swap_out, swap_in = self.swap.take_copies() if self.swap is not None else ((), ())
         return StepPlan(
             step=self.roster.steps,
             items=tuple(items),
@@ -94,6 +98,8 @@ class Planner:
             preempted=tuple(preempted),
             lane=lane,
             lanes=lanes,
+            swap_out=swap_out,
+            swap_in=swap_in,
         )
 
     def _first_mode(
@@ -354,10 +360,11 @@ class Planner:
             moment = sequence, self.blocks.frees, roster.slots_taken
             if self._no_room == moment:
                 return
-            hits: list[int] = []
             shares = self.shares and not sequence.wants_prompt_logprobs
-            if shares:
+            hits, computed = self._swapped_out(sequence, shares)
+            if shares and not hits:
                 hits, awaited = self._known_prefix(sequence)
+                computed = len(hits) * self.blocks.block_size
                 if awaited is not None:
                     if parked == _MOST_PARKED:
                         return
@@ -370,96 +377,104 @@ class Planner:
             rows = left.rows - sequence.pending_samples
             if rows < sequence.wants_prompt_logprobs:
                 return
-            if not self._has_room(sequence, len(hits), left.tokens, rows, lane):
+            if not self._has_room(sequence, computed, left.tokens, rows, lane):
                 return
-            if not self._take_blocks(sequence, hits):
+            if not self._take_blocks(sequence, hits, computed):
                 self._no_room = moment
                 return
-            item = self._tokens_for(sequence, left.tokens, rows, lane)
+            # Where prompts are computed whole, their lane sees no tokens that came back from the host.
+            sees = lane.chunked or not computed
+            item = self._tokens_for(sequence, left.tokens, rows, lane) if sees else None
             roster.start(sequence)
             if sequence.beams is not None and sequence.beams.begun:
                 beam.rejoin(roster, sequence.beams, self._rejoining)
             self._no_room = None
             if shares:
                 waiting.promise(sequence)
-            if item is None:  # a beam that was cached but for its last token, whose turn comes
-                self._caught_up = True
+            if item is None:  # a beam, or blocks from the host: only a decoding token is left
+                self._late = True
                 continue
             items.append(item)
             left.take(item)
 
-    def _has_room(self, sequence: Sequence, hits: int, budget: int, rows: int, lane: Room) -> bool:
-        """Whether a waiting sequence that begins with so many cached blocks can begin in what is left of
+    def _has_room(self, sequence: Sequence, done: int, budget: int, rows: int, lane: Room) -> bool:
+        """Whether a waiting sequence that begins with so many computed tokens can begin in what is left of
         this step: with all its tokens, or where it is computed in parts with one of the lane's multiple."""
-        wanted = sequence.num_tokens - hits * self.blocks.block_size
+        wanted = sequence.num_tokens - done
         budget = min(budget, rows) if sequence.wants_prompt_logprobs else budget
         if not lane.chunked:
             wanted = min(wanted, lane.tokens)
         return wanted <= budget or (lane.chunked and lane.chunk_multiple <= budget)
 
+    def _swapped_out(self, sequence: Sequence, shares: bool) -> tuple[list[int], int]:
+        """Where the blocks of a sequence are that was swapped out, and how many tokens they hold. Nothing
+        where the prefix cache knows all of them: it may know more by now."""
+        swapped = sequence.swapped
+        if swapped is None or self.swap is None or (shares and not swapped.private):
+            return [], 0
+        places = self.swap.waiting_places(sequence)
+        return places, swapped.computed if places else 0
+
     def _known_prefix(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
-        """The cached blocks that a waiting sequence begins with, and which block to wait for that a
-        running one is computing behind them. The last token is always computed."""
+        """Where the cached blocks are that a waiting sequence begins with, and which block to wait for that
+        a running one is computing behind them. The last token is always computed."""
         size = self.blocks.block_size
         extend_hashes(sequence.hashes, sequence.root, sequence.tokens[: sequence.num_tokens], size)
         findable = (sequence.num_tokens - 1) // size
-        hits = self.blocks.lookup(sequence.hashes[:findable])
+        hits = (self.swap or self.blocks).lookup(sequence.hashes[:findable])
         return hits, self._waiting.awaited(sequence, len(hits), findable)
 
-    def _take_blocks(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Prefix hits and new blocks for every known token, and room for the neighbours to grow."""
-        blocks, size = self.blocks, self.blocks.block_size
+    def _take_blocks(self, sequence: Sequence, hits: list[int], computed: int) -> bool:
+        """Prefix hits and new blocks for every known token, and room for the neighbours to grow. Of `hits`,
+        those on the host (negative, see `Swap`) need new blocks, too."""
+        blocks = self.blocks
         target = sequence.num_tokens
         spare = 0
         families = self.roster.families
         if families and beam.bars(families.values(), self.running, sequence, MAX_PREEMPTIONS):
             return False
         if sequence.beams is not None and sequence.beams.begun:
-            return self._take_group_blocks(sequence, hits)
+            return self._take_group_blocks(sequence, hits, computed)
         if sequence.preemptions >= MAX_PREEMPTIONS and sequence.beams is None:
             target = stored_tokens(sequence.max_len, sequence.num_prompt)
         elif self.running:
             spare = len(self.running)
-        need = blocks.blocks_for(target) - len(hits)
-        from_free = blocks.count_free(hits)
-        if need + from_free + spare > blocks.num_free:
+        here = [hit for hit in hits if hit > 0]
+        need = blocks.blocks_for(target) - len(here)
+        if need + blocks.count_free(here) + spare > blocks.num_free:
             return False
-        blocks.acquire(hits)
-        sequence.num_remembered = len(hits)
-        sequence.add_blocks(hits)
-        sequence.add_blocks(blocks.allocate(need))
-        sequence.num_computed = len(hits) * size
-        self._account_hits(sequence)
+        self._begin(sequence, hits, computed, target)
         return True
 
-    def _take_group_blocks(self, leader: Sequence, hits: list[int]) -> bool:
+    def _begin(self, sequence: Sequence, hits: list[int], computed: int, target: int) -> None:
+        """Gives a sequence blocks for `target` tokens, of which the first `computed` stand in `hits`."""
+        blocks, swapped = self.blocks, sequence.swapped
+        known = computed // blocks.block_size if self.shares else 0
+        if self.swap is not None:
+            sequence.add_blocks(self.swap.bring(sequence, hits, known))
+        else:
+            blocks.acquire(hits)
+            sequence.add_blocks(hits)
+        sequence.num_remembered = known
+        sequence.add_blocks(blocks.allocate(blocks.blocks_for(target) - len(hits)))
+        sequence.num_computed = computed
+        if swapped is None:
+            account_hits(self.roster, sequence, hits, self.shares)
+        else:
+            sequence.timings.num_recomputed_tokens += max(0, swapped.computed - computed)
+
+    def _take_group_blocks(self, leader: Sequence, hits: list[int], computed: int) -> bool:
         """Blocks for all known tokens of a group of beams, which run behind its first one."""
         blocks = self.blocks
         needs = beam.rejoin_needs(leader.beams, blocks.block_size)
-        own = blocks.blocks_for(leader.num_tokens) - len(hits)
+        here = [hit for hit in hits if hit > 0]
+        own = blocks.blocks_for(leader.num_tokens) - len(here)
         need = own + sum(new for *_, new in needs) + len(self.running)
-        if need + blocks.count_free(hits) > blocks.num_free:
+        if need + blocks.count_free(here) > blocks.num_free:
             return False
-        blocks.acquire(hits)
-        leader.num_remembered = len(hits)
-        leader.add_blocks(hits)
-        leader.add_blocks(blocks.allocate(own))
-        leader.num_computed = len(hits) * blocks.block_size
-        self._account_hits(leader)
+        self._begin(leader, hits, computed, leader.num_tokens)
         self._rejoining = needs
         return True
-
-    def _account_hits(self, sequence: Sequence) -> None:
-        if sequence.preemptions:
-            sequence.timings.num_recomputed_tokens += sequence.num_tokens - sequence.num_computed
-            return
-        sequence.num_cached = sequence.num_computed
-        sequence.timings.num_cached_tokens = sequence.num_computed
-        self.roster.counts["query"] += sequence.num_tokens
-        self.roster.counts["hit"] += sequence.num_computed
-        reason = miss_reason(sequence, self.blocks, self.shares)
-        sequence.timings.cache_miss = reason
-        self.roster.misses[reason] += sequence.num_tokens - sequence.num_computed
 
 
 def _count_decoding(sequences: SequenceOf[Sequence]) -> int:

@@ -19,6 +19,7 @@ from octavo.core.outcome import sequence_update
 from octavo.core.sequence import Sequence
 from octavo.core.sharing import Peak
 from octavo.core.stats import SchedulerStats, unfilled_slots
+from octavo.core.swap import Swap
 from octavo.core.types import FinishReason, MissReason, Request, SequenceUpdate, TokenLogprobs
 from octavo.core.waiting import WaitingQueue
 
@@ -34,10 +35,10 @@ class Group:
 
 
 class Roster:
-    """Every live sequence, by request."""
+    """Every live sequence, by request. swap: where there is a host pool for blocks."""
 
-    def __init__(self, blocks: BlockManager) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: BlockManager, swap: Swap | None = None) -> None:
+        self.blocks, self.swap = blocks, swap
         self.running: list[Sequence] = []  # in order of service
         self.waiting = WaitingQueue()
         self.groups: dict[str, Group] = {}
@@ -92,7 +93,9 @@ class Roster:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a sequence that has no part in this step's plan yet, and so no copy in it, back to
-        the queue."""
+        the queue. Its blocks are kept on the host where that pays."""
+        if self.swap is not None:
+            self.swap.out(sequence)
         self.suspend(sequence)
         for one in sequence.beams.sequences() if sequence.beams is not None else (sequence,):
             one.preemptions += 1
@@ -152,6 +155,9 @@ class Roster:
             self.release(sequence)
         else:
             self.waiting.discard(sequence)
+            if sequence.swapped is not None:
+                assert self.swap is not None
+                self.swap.drop(sequence)
         del group.live[sequence.index]
         if not group.live:
             del self.groups[sequence.request.id]
@@ -172,6 +178,8 @@ class Roster:
         self.running.remove(sequence)
         self.slots_taken -= sequence.pending_samples
         sequence.running = False
+        if self.swap is not None:
+            self.swap.leaving(sequence)
         self.blocks.free(sequence.blocks)
         sequence.drop_blocks()
         self.waiting.withdraw(sequence)
@@ -182,7 +190,7 @@ class Roster:
         """Counters, and what holds now."""
         allocated = self.blocks.num_used * self.blocks.block_size
         wasted = unfilled_slots(self.running, self.blocks.block_size)
-        counts = self.counts
+        counts, swap = self.counts, self.swap
         return SchedulerStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -204,6 +212,13 @@ class Roster:
             prefix_miss_tokens=dict(self.misses),
             prefix_waits=self.waiting.prefix_waits,
             finished=dict(self.finished),
+            host_blocks_total=swap.pool.num_slots if swap else 0,
+            host_blocks_used=swap.pool.num_used if swap else 0,
+            host_blocks_pinned=swap.pool.num_pinned if swap else 0,
+            host_hit_tokens=counts["host_hit"],
+            swapped_out_blocks=swap.num_out if swap else 0,
+            swapped_in_blocks=swap.num_in if swap else 0,
+            swaps=swap.swaps if swap else 0,
         )
 
     def check(self) -> None:
@@ -224,5 +239,7 @@ class Roster:
             "running is out of order"
         )
         self.waiting.check(live)
+        if self.swap is not None:
+            self.swap.check(live)
         taken = sum(s.pending_samples for s in self.running)
         assert taken == self.slots_taken, f"{taken} slots are taken, {self.slots_taken} counted"

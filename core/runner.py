@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from octavo.core.sampler import Sampler, StaticSampler, sample_program
 from octavo.core.structured import Grammars
 from octavo.core.types import Batch, StepPlan, StepResult, TokenLogprobs
 from octavo.core.warm_up import example_batches
+
+if TYPE_CHECKING:
+    from octavo.core.host_store import HostStore
 
 
 def forward_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
@@ -50,6 +53,7 @@ class Runner:
         kv: one handle per layer; alloc_kv: makes such a KV cache anew, empty.
         vocabulary: skip_special -> the vocabulary's bytes, for bad_words.
         grammars: those of structured output.
+        host: where blocks are kept that a plan sends to the host.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class Runner:
         vocabulary: Callable[[bool], VocabularyIndex],
         num_groups: int = 1,
         grammars: Grammars | None = None,
+        host: HostStore | None = None,
     ) -> None:
         self._backend, self._device, self._ops = backend, device, ops
+        self._host = host
         self._weights, self._kv = weights, kv
         self._alloc_kv = alloc_kv
         self._builders = [
@@ -113,12 +119,18 @@ class Runner:
         return sum(int(getattr(program, "compilations", 0)) for program in programs)
 
     def execute(self, step: StepPlan) -> StepResult:
-        """Copies blocks, runs the forward pass and draws the step's tokens."""
+        """Copies blocks (out to the host, on the device, in from the host), runs the forward pass and draws
+        the step's tokens."""
         import torch
 
+        host = self._host if step.swap_out or step.swap_in else None
         with torch.inference_mode():
+            if host is not None:
+                host.start(step, self._kv)
             if step.copies:
                 self._kv = self._ops.copy_blocks(self._kv, step.copies)
+            if host is not None:
+                self._kv = host.bring(step, self._kv)
             # All lanes are under way before the host waits for the first one's tokens.
             under_way = []
             for part in step.parts:
@@ -126,6 +138,8 @@ class Runner:
                 padded = batch.num_rows if self._lanes[part.lane].row_buckets else None
                 under_way.append((part, self._run(batch).logits, padded))
             found = [self._sampler.run(part, logits, rows) for part, logits, rows in under_way]
+            if host is not None:
+                host.finish()
         return found[0] if len(found) == 1 else _joined(found)
 
     def _build(self, part: StepPlan) -> Batch:
@@ -148,7 +162,7 @@ class Runner:
 
     def close(self) -> None:
         """Drops weights and KV cache."""
-        self._weights, self._kv = {}, []
+        self._weights, self._kv, self._host = {}, [], None
         self._alloc_kv = list
 
     @property

@@ -10,7 +10,7 @@ Every request finishes, whatever the pool size:
 - A waiting sequence is admitted only with blocks for all its tokens in hand, and nobody overtakes it,
   except while it waits for a prefix that a running one is computing (`waiting.py`), which is bounded.
 - When blocks run out, the running sequence that is last in order is preempted (its blocks are freed
-  and recomputed later), so the first in order always advances.
+  and recomputed later, or kept on the host: `swap.py`), so the first in order always advances.
 - After `MAX_PREEMPTIONS` preemptions a sequence is admitted only with blocks up to its last possible
   token and is no longer chosen to make room: the number of preemptions per sequence is bounded.
 - Decoding sequences get their token before a prompt gets its chunk, so no long prompt stalls them.
@@ -38,6 +38,7 @@ from octavo.core.planner import MAX_PREEMPTIONS, Planner
 from octavo.core.roster import Group, Roster
 from octavo.core.sequence import Sequence
 from octavo.core.stats import SchedulerStats
+from octavo.core.swap import Swap
 from octavo.core.types import (
     ParamError,
     Request,
@@ -65,10 +66,12 @@ class Scheduler:
         limits: SchedulerLimits,
         seed: int = 0,
         speculation: Speculation | None = None,
+        swap: Swap | None = None,
     ) -> None:
         self.blocks = blocks
         self.limits = limits
-        self.roster = Roster(blocks)
+        self.swap = swap
+        self.roster = Roster(blocks, swap)
         self.running = self.roster.running  # in order of service
         self._waiting = self.roster.waiting
         self._seed = seed
@@ -168,6 +171,10 @@ class Scheduler:
         for item in plan.items:
             if item.sequence.running:
                 updates.extend(self.roster.finish(item.sequence, [], "error", message))
+        if self.swap is not None and (lost := self.swap.failed(plan)):
+            for sequence in list(self.running):
+                if sequence.running and not lost.isdisjoint(sequence.blocks):
+                    updates.extend(self.roster.finish(sequence, [], "error", message))
         return updates
 
     def restart(self) -> int:
@@ -179,6 +186,8 @@ class Scheduler:
                 continue
             self.roster.suspend(sequence)
         self.blocks.reset_cache()
+        if self.swap is not None:
+            self.swap.reset()
         return len(lost)
 
     def has_unfinished(self) -> bool:

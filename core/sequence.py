@@ -61,6 +61,7 @@ class Sequence:
         "root",
         "running",
         "seed",
+        "swapped",
         "table_id",
         "timings",
         "tokens",
@@ -96,6 +97,7 @@ class Sequence:
         self.num_cached = 0
         self.pending_samples = params.width
         self.beams: Any = None  # the `BeamGroup` it is part of
+        self.swapped: Any = None  # while it waits: the `Swapped` blocks that it had
         # Tokens that may end it; `min_tokens` may still speak against.
         self.ends = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:

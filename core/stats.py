@@ -39,6 +39,13 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of those drafted
+    host_blocks_total: int = 0  # of the host pool
+    host_blocks_used: int = 0
+    host_blocks_pinned: int = 0  # of those, for sequences that wait
+    host_hit_tokens: int = 0  # of the hits, those whose blocks came from the host
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    swaps: int = 0  # of the preemptions, those whose blocks were kept on the host
     compilations: int = 0  # programs that the backend has built; none are built after the start
 
 

@@ -394,6 +394,7 @@ class Timings(msgspec.Struct, kw_only=True, omit_defaults=True):
     finished: float = 0.0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0  # of the preemptions, those that kept their blocks in host memory
     num_recomputed_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # of those drafted
@@ -517,7 +518,8 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Who runs this step. `copies` (source block, destination block) run before anything is written;
-    every destination stands in it once.
+    every destination stands in it once. In front of them `swap_out` (block, host slot) is carried out, and
+    behind them `swap_in` (host slot, block); what is copied to stands in each once.
 
     All items are of `lane`, unless several lanes share the step: then `lanes` has each lane's index
     and how many of `items` are its own, in order.
@@ -529,6 +531,8 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     lane: int = 0
     lanes: tuple[tuple[int, int], ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

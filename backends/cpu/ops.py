@@ -270,23 +270,27 @@ class CpuOps(Ops):
 
     def export_blocks(self, handles: list[CpuKV], ids: Sequence[int]) -> torch.Tensor:
         index = np.array(ids, np.int64)
-        rows = []
-        for handle in handles:
-            for cache_ in (handle.k, handle.v):
-                part = torch.empty((len(ids), *cache_.shape[1:]), dtype=cache_.dtype)
-                lib.gather_blocks(part, cache_, index)
-                rows.append(part.flatten(1).view(torch.uint8))
-        return torch.cat(rows, dim=1)
+        caches = [cache_ for handle in handles for cache_ in (handle.k, handle.v)]
+        widths = [cache_[0].numel() * cache_.element_size() for cache_ in caches]
+        out = torch.empty((len(ids), sum(widths)), dtype=torch.uint8)
+        rows, offset = out.numpy(), 0  # numpy copies: torch would wake threads of its own
+        for cache_, width in zip(caches, widths, strict=True):
+            part = torch.empty((len(ids), *cache_.shape[1:]), dtype=cache_.dtype)
+            lib.gather_blocks(part, cache_, index)
+            rows[:, offset : offset + width] = part.flatten(1).view(torch.uint8).numpy()
+            offset += width
+        return out
 
     def import_blocks(
         self, src: torch.Tensor, handles: list[CpuKV], ids: Sequence[int]
     ) -> list[CpuKV]:
         index = np.array(ids, np.int64)
-        offset = 0
+        rows, offset = src.numpy(), 0
         for handle in handles:
             for cache_ in (handle.k, handle.v):
                 size = cache_[0].numel() * cache_.element_size()
-                lib.scatter_blocks(cache_, src[:, offset : offset + size].contiguous(), index)
+                part = np.ascontiguousarray(rows[:, offset : offset + size])
+                lib.scatter_blocks(cache_, torch.from_numpy(part), index)
                 offset += size
         return handles
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry import wiring
+from octavo.core.entry.host_memory import host_bytes
 from octavo.core.entry.op_choice import choose_ops
 from octavo.core.lanes import LaneSet
 from octavo.core.loading.files import ModelFiles
@@ -49,6 +50,7 @@ class Fit:
     block_bytes: int
     num_kv_blocks: int = 0
     cache_tokens: int = 0
+    host_bytes: int = 0
     max_model_len: int = 0
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -166,7 +168,9 @@ def _with_cache(
         notes=tuple(phases.notes),
     )
     limit, advice = _limit(result, config, made, usable // -(-typical // size), left)
-    return replace(result, limit=limit, advice=advice)
+    left -= blocks * base.block_bytes
+    host, _ = host_bytes(config, made, left)
+    return replace(result, limit=limit, advice=advice, host_bytes=host)
 
 
 def _limit(

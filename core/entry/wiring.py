@@ -16,6 +16,7 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.engine import Engine, ModelInfo
+from octavo.core.entry.host_memory import HostMemory, make_host_memory
 from octavo.core.entry.numbers import choose_numbers
 from octavo.core.entry.op_choice import capabilities_of, choose_ops
 from octavo.core.entry.vocabulary import grammars_of, texts_of, vocabulary_of
@@ -144,9 +145,11 @@ def build_engine(
     from octavo.core.entry.drafting import Target, make_speculation  # which needs this module
 
     left = max(0, free - num_blocks * block_bytes)
+    host, kv = make_host_memory(config, made, ops, kv, num_blocks, left)
+    left -= host.taken if host is not None else 0
     target = Target(made, files, ops, weights, num_blocks, max_len, left)
     speculation = make_speculation(config, target, phases, progress)
-    scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases, speculation)
+    scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases, speculation, host)
     grammars = grammars_of(files, shape.vocab_size, made.eos_token_ids)
     from octavo.core.runner import Runner
 
@@ -163,6 +166,7 @@ def build_engine(
             vocabulary_of(files, shape.vocab_size),
             len(shape.kv),
             grammars,
+            host.store if host is not None else None,
         )
         if backend.capabilities(device).shapes != "dynamic":
             count = runner.warm_up(progress)
@@ -182,6 +186,9 @@ def build_engine(
         block_size=plan.block_size,
         num_kv_blocks=num_blocks,
         kv_bytes=num_blocks * block_bytes,
+        host_blocks=host.num_slots if host is not None else 0,
+        host_bytes=host.num_slots * host.row_bytes if host is not None else 0,
+        preemption_mode=config.preemption_mode if host is not None else "recompute",
         weight_bytes=weight_bytes(placed, ops, made.dtype),
         max_num_seqs=scheduler.limits.max_num_seqs,
         max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
@@ -201,6 +208,7 @@ def make_scheduler(
     max_len: int,
     phases: Phases,
     speculation: Speculation | None,
+    host: HostMemory | None = None,
 ) -> Scheduler:
     """The scheduler that drives the plan's lanes, over an empty KV cache."""
     plan = made.plan
@@ -221,7 +229,11 @@ def make_scheduler(
     )
     rest = made.resolved.backend.pins_frees
     blocks = BlockManager(num_blocks, plan.block_size, caching, rest, ops.drain)
-    return Scheduler(blocks, limits, config.seed, speculation)
+    swap = None
+    if host is not None:
+        swap = host.swap(blocks, config.preemption_mode)
+        phases.notes.append(host.note)
+    return Scheduler(blocks, limits, config.seed, speculation, swap)
 
 
 def _bind(config: EngineConfig, phases: Phases) -> Binding | None:

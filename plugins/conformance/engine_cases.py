@@ -212,6 +212,37 @@ def tight_pool(t: Trial, dice: Dice) -> str:
     return f"{preempted} preemptions"
 
 
+def swaps(t: Trial, dice: Dice) -> str:
+    """Blocks of preempted sequences wait on the host; evicted ones are found there again."""
+    if not t.subject.capabilities.swap:
+        raise NotOffered("swap is not declared")
+    size, count, host = t.block_size, t.subject.size(5, 3), {"swap_space": 0.0625}
+    requests = [ask(f"r{i}", tiny.prompt(dice, size - 3 + i % 2), 8) for i in range(count)]
+    tight = {"num_kv_blocks": count + 1, "max_model_len": 2 * size}
+    with t.engine(**tight, **host, enable_prefix_caching=False, preemption_mode="swap") as made:
+        found = Run().go(made, requests).tokens
+        stats = made.stats()
+    demand(
+        stats.swaps == stats.preemptions > 0,
+        f"{stats.swaps} of {stats.preemptions} preempted sequences kept their blocks on the host",
+    )
+    t.compare(requests, found)
+    first, second = (tiny.prompt(dice, 2 * size + 3) for _ in range(2))
+    turns = [ask(f"t{i}", [first, second][i % 2], 4) for i in range(3)]
+    run = Run()
+    with t.engine(num_kv_blocks=5, max_model_len=3 * size, **host, preemption_mode="swap") as made:
+        for request in turns:
+            run.go(made, [request])
+        hits = made.stats().host_hit_tokens
+        caching = made.scheduler.blocks.prefix_caching
+    demand(
+        hits > 0 or not caching,
+        "no prompt token came from a block that had been evicted to the host",
+    )
+    t.compare(turns, run.tokens)
+    return f"{stats.swaps} swaps, {hits} prompt tokens from blocks on the host"
+
+
 def prefixes(t: Trial, dice: Dice) -> str:
     """Prompts that begin alike share the blocks of their beginning."""
     common = tiny.prompt(dice, 2 * t.block_size + 3)
@@ -282,6 +313,7 @@ def seeds(t: Trial, dice: Dice) -> str:
 SCENARIOS: dict[str, Callable[[Trial, Dice], str]] = {
     "chunked-prefill": chunks,
     "preemption": tight_pool,
+    "swap": swaps,
     "prefix-hits": prefixes,
     "forks": forks,
     "aborts": aborts,
@@ -351,6 +383,7 @@ def refuses(subject: Subject, dice: Dice, what: str) -> Finding:
         "block_size": sizes[-1:],
         "quantization": [s for s in SCHEMES if s not in caps.quantization],
         "batch_invariant": [True] * (not caps.batch_invariant),
+        "swap_space": [1] * (not caps.swap),
         "head_size": [s for s in (7, 24, 64, 2048) if caps.refuses_head_size(s)][:1],
     }
     if not asked[what]:
@@ -369,7 +402,7 @@ def refuses(subject: Subject, dice: Dice, what: str) -> Finding:
                     pass
             except (ConfigError, ModelError) as refused:
                 words = str(refused).replace("-", "_")
-                named = "batch_invariant" if value is True else str(value)
+                named = what if what in ("batch_invariant", "swap_space") else str(value)
                 demand(named in words, f"{what} {value} is refused without naming it: {refused}")
                 continue
         raise Failed(f"{what} {value} is not declared, yet an engine was built with it")
@@ -391,6 +424,7 @@ def cases(subject: Subject, full: bool) -> list[Case]:
         "block_size",
         "quantization",
         "batch_invariant",
+        "swap_space",
         "head_size",
     ):
         add("refusal", "", what, refuses, what)

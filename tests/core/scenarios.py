@@ -57,6 +57,8 @@ class Scenario:
     lanes: tuple[Lane, ...] = ()
     rest: int = 0  # steps that a freed block rests
     losses: bool = False  # whether a step that fails takes the KV cache with it
+    host: int = 0  # blocks in host memory
+    mode: str = "swap"
 
 
 _COMMON = [random.Random(1).randrange(VOCAB) for _ in range(4096)]
@@ -87,7 +89,7 @@ def play(s: Scenario) -> tuple[int, Rig]:
     r = rig(
         blocks=s.blocks, block_size=s.block_size, budget=s.budget, max_num_seqs=s.max_num_seqs,
         rows=s.rows, chunk_multiple=s.chunk_multiple, max_model_len=s.max_model_len,
-        prefix_caching=s.prefix_caching, lanes=s.lanes, rest=s.rest,
+        prefix_caching=s.prefix_caching, lanes=s.lanes, rest=s.rest, host=s.host, mode=s.mode,
     )  # fmt: skip
     failed: set[tuple[str, int]] = set()
 

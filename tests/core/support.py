@@ -23,8 +23,10 @@ from octavo.core.blocks import BlockManager, root_hash
 from octavo.core.contract import Lane
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.engine import Engine, ModelInfo
+from octavo.core.host_pool import HostPool
 from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler
 from octavo.core.sequence import Sequence
+from octavo.core.swap import Swap
 from octavo.core.types import (
     Batch,
     Request,
@@ -134,6 +136,7 @@ class NullRunner:
         ]
         self.lanes_used: Counter[tuple[int, ...]] = Counter()
         self.kv = np.zeros(blocks.num_blocks * blocks.block_size, np.uint64)
+        self.host: dict[int, np.ndarray] = {}  # by slot
         self.forced: dict[str, list[int]] = {}
         self.hook: Callable[[StepPlan], None] | None = None
         self.after: Callable[[StepPlan], None] | None = None  # once computed, before the commit
@@ -165,9 +168,14 @@ class NullRunner:
         if isinstance(self.blocks, WatchedBlocks):
             self.blocks.now = step.step
             self.blocks.audit((target for _, target in step.copies), step.step)
+            self.blocks.audit((target for _, target in step.swap_in), step.step)
+        for block, slot in step.swap_out:
+            self.host[slot] = pages[block].copy()
         self.copies += len(step.copies)
         for source, target in step.copies:
             pages[target] = pages[source]
+        for slot, target in step.swap_in:
+            pages[target] = self.host[slot]
         self.lanes_used[tuple(part.lane for part in step.parts)] += 1
         results = [self._compute(part) for part in step.parts]
         prompt = {k: v for result in results for k, v in result.prompt_logprobs.items()}
@@ -312,7 +320,12 @@ class NullRunner:
         names = [(i.sequence.request.id, i.sequence.index) for i in step.items]
         assert len(set(names)) == len(names), "a sequence stands twice in a plan"
         targets = [target for _, target in step.copies]
+        targets += [target for _, target in step.swap_in]
         assert len(set(targets)) == len(targets), "a block is copied to twice"
+        slots = [slot for _, slot in step.swap_out]
+        assert len(set(slots)) == len(slots), "a block of the host is copied to twice"
+        assert all(block for block, _ in step.swap_out), "the null block is swapped out"
+        targets = [target for _, target in step.copies]
         owners = defaultdict(int)
         for item in step.items:
             self._audit_start(item.sequence)
@@ -392,6 +405,9 @@ class Rig:
         assert self.scheduler.blocks.num_free == self.scheduler.blocks.usable
         assert not self.scheduler.running and not list(self.scheduler.sequences())
         assert self.scheduler.roster.slots_taken == 0
+        if (swap := self.scheduler.swap) is not None:
+            swap.begin_step()
+            assert swap.pool.num_pinned == 0
 
 
 def model_info(max_model_len: int = 4096, **changes: object) -> ModelInfo:
@@ -420,8 +436,11 @@ def rig(
     lanes: tuple[Lane, ...] = (),
     runner: Callable[[BlockManager, SchedulerLimits, Lane | None], NullRunner] | None = None,
     speculation: Speculation | None = None,
+    host: int = 0,
+    mode: str = "swap",
+    block_seconds: float = 0.0,
 ) -> Rig:
-    """A null engine; `blocks` includes the null block."""
+    """A null engine; `blocks` includes the null block, `host` are those in host memory."""
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -433,7 +452,8 @@ def rig(
     )
     manager = WatchedBlocks(blocks, block_size, prefix_caching, rest)
     made = (runner or NullRunner)(manager, limits, lane)
-    scheduler = Scheduler(manager, limits, speculation=speculation)
+    swap = Swap(manager, HostPool(host), mode, block_seconds) if host else None
+    scheduler = Scheduler(manager, limits, speculation=speculation, swap=swap)
     made.waiting = scheduler.roster.waiting
     return Rig(Engine(scheduler, made, model_info(max_model_len)), made)
 

@@ -70,6 +70,8 @@ def test_options_known_from_elsewhere_say_what_to_do(name: str) -> None:
         *[("max_logprobs", v) for v in (-2, 1.5, "5", True)],
         *[("seed", v) for v in (1.5, "0", None, True)],
         *[("enable_prefix_caching", v) for v in ("false", 0, None)],
+        *[("swap_space", v) for v in (-1, "4", True, None, float("nan"), float("inf"))],
+        ("preemption_mode", "copy"),
         *[("model", v) for v in ("", None, 3)],
         *[("device", v) for v in ("", None)],
     ],
@@ -96,6 +98,17 @@ def test_a_near_dtype_is_named() -> None:
 def test_two_sizes_of_the_cache_contradict() -> None:
     with pytest.raises(ConfigError, match="num_kv_blocks and kv_memory both size"):
         EngineConfig(num_kv_blocks=9, kv_memory=1 << 20)
+
+
+def test_swapping_needs_somewhere_to_swap_to() -> None:
+    with pytest.raises(
+        ConfigError, match=r"preemption_mode swap needs host memory.*give swap_space"
+    ):
+        EngineConfig(preemption_mode="swap")
+    useless = {"preemption_mode": "recompute", "enable_prefix_caching": False, "swap_space": 1}
+    with pytest.raises(ConfigError, match=r"swap_space 1 has no use .*leave out one"):
+        EngineConfig.from_kwargs(**useless)
+    assert EngineConfig(swap_space=0.5, preemption_mode="swap").swap_space == 0.5
 
 
 @pytest.mark.parametrize(

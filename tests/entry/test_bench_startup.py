@@ -56,6 +56,15 @@ def test_phases_are_read_from_the_servers_own_banner(model_info: ModelInfo) -> N
     assert startup.banner_phases("no banner") == {}
 
 
+def test_the_banner_tells_of_host_memory(model_info: ModelInfo) -> None:
+    import msgspec
+
+    assert "swap" not in banner(model_info, ["m"], "x", 1.0)
+    values = {"host_blocks": 7, "host_bytes": 3 << 20, "preemption_mode": "swap"}
+    text = banner(msgspec.structs.replace(model_info, **values), ["m"], "x", 1.0)
+    assert "  swap     7 blocks in 3.0 MiB of host memory, preemption by swap\n" in text
+
+
 @pytest.fixture
 def model_info() -> ModelInfo:
     import msgspec

@@ -99,6 +99,17 @@ def test_what_binds_and_that_the_advice_helps(
     assert again.concurrent_at_typical_len == 16
 
 
+def test_host_memory(bare: str) -> None:
+    config = EngineConfig(model=bare, device="reference", num_kv_blocks=65)
+    plain, swapping = fit(config, memory=GIB), fit(config.with_values(swap_space=0.25), memory=GIB)
+    assert plain.host_bytes == 0 and "swap" not in text(plain)
+    assert swapping.host_bytes == GIB // 4
+    blocks = swapping.host_bytes // swapping.block_bytes
+    assert f"swap      {blocks} blocks in 256 MiB of host memory" in text(swapping)
+    result = fit(config.with_values(swap_space=1e5), memory=GIB)
+    assert not result.fits and "--swap-space 100000" in str(result.problem)
+
+
 def test_the_defaults_that_bind(bare: str) -> None:
     config = EngineConfig(model=bare, device="reference", max_num_seqs=64)
     assert "half of what is free" in str(fit(config, memory=4 << 20).limit)

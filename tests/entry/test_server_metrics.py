@@ -83,7 +83,7 @@ def test_a_request_tells_where_its_time_went(client: openai.OpenAI) -> None:
     assert set(chat.metrics) == {
         *("stopped_by", "queued_seconds", "prefill_seconds", "time_to_first_token_seconds"),
         *("decode_seconds", "total_seconds", "cached_tokens", "recomputed_tokens", "preemptions"),
-        *("drafted_tokens", "accepted_tokens"),
+        *("swaps", "drafted_tokens", "accepted_tokens"),
     }
     assert 0 < chat.metrics["decode_seconds"] <= chat.metrics["total_seconds"] < 10
     for fields, why in (

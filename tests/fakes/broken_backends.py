@@ -31,7 +31,7 @@ class Sound(Backend):
         return Probe(devices=("sound",))
 
     def capabilities(self, device: str) -> Capabilities:
-        return Capabilities(block_sizes=(16,), quantization=("int4",))
+        return Capabilities(block_sizes=(16,), quantization=("int4",), swap=True)
 
     def ops(self, device: str) -> Ops:
         import broken_ops
@@ -129,6 +129,13 @@ class DeclaresTooMuch(Sound):
         return replace(super().capabilities(device), dtypes=("float32", "float16"))
 
 
+class WithoutSwap(Sound):
+    """Right, and its blocks stay where they are."""
+
+    def capabilities(self, device: str) -> Capabilities:
+        return replace(super().capabilities(device), swap=False)
+
+
 class MemoryFromNowhere(Sound):
     def memory(self, device: str) -> Any:
         return replace(super().memory(device), total=1)
@@ -216,7 +223,11 @@ class Awkward(Sound):
 
     def capabilities(self, device: str) -> Capabilities:
         return Capabilities(
-            block_sizes=(32,), head_sizes=(32, 128, 32), shapes="static", seeded_sampling=False
+            block_sizes=(32,),
+            head_sizes=(32, 128, 32),
+            shapes="static",
+            seeded_sampling=False,
+            swap=True,
         )
 
     def plan(self, model: ModelShape, device: str, limits: Limits) -> ExecutionPlan:

@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stop, logprobs": {"temperature": 1.0, "seed": 12, "stop": ["e", "q"], "logprobs": 3, "min_tokens": 9},
     "beams": {"use_beam_search": True, "best_of": 4, "n": 3, "logprobs": 2, "length_penalty": 0.5, "max_tokens": 20},
     "beams, stop": {
-        "use_beam_search": True, "n": 4, "stop": ["e", "q"], "min_tokens": 5, "include_stop_str_in_output": True,
+        "use_beam_search": True, "n": 3, "stop": ["e", "q"], "min_tokens": 5, "include_stop_str_in_output": True,
     },
     "beams, structured": {
         "use_beam_search": True, "n": 3, "structured_outputs": StructuredOutputsParams(json=PERSON),
@@ -55,6 +55,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "prefix hit": {},
     "chunked": {"max_num_batched_tokens": 11},
     "recomputed": {"num_kv_blocks": 40},
+    "swapped": {"num_kv_blocks": 14, "swap_space": 0.05, "preemption_mode": "swap"},
 }
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "adaptive": False}
 
@@ -115,10 +116,18 @@ def plain(folder: Path, way: str) -> list[tuple[Any, ...]]:
         return answer(llm, [PROMPT], [params(way)], stream=False)[0]
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("speculating", [False, True], ids=["", "drafts"])
-@pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("way", WAYS)
+CELLS = [
+    pytest.param(
+        *cell,
+        id="-".join([cell[0], cell[1], "drafts" * cell[2], "streamed" if cell[3] else "whole"]),
+        # Of the last column half are for the slow lane: all its ways run, with drafts and without.
+        marks=[pytest.mark.slow] * (cell[1] == "swapped" and cell[2] != cell[3]),
+    )
+    for cell in itertools.product(WAYS, SITUATIONS, (False, True), (False, True))
+]
+
+
+@pytest.mark.parametrize(("way", "situation", "speculating", "stream"), CELLS)
 def test_a_cell(folder: Path, way: str, situation: str, speculating: bool, stream: bool) -> None:
     options = SITUATIONS[situation] | ({"speculative_config": DRAFTS} if speculating else {})
     with opened(folder, **options) as llm:
@@ -129,7 +138,7 @@ def test_a_cell(folder: Path, way: str, situation: str, speculating: bool, strea
             prompts = ["what comes first " * 2, PROMPT, "names " * 9]
             crowd = params("greedy", ignore_eos=True, max_tokens=60)
             asked = [crowd, *asked, crowd]
-        if situation == "recomputed":
+        if situation in ("recomputed", "swapped"):
             preempt_often(llm._engine)
         before = llm._engine.stats()
         found = answer(llm, prompts, asked, stream)[prompts.index(PROMPT)]
@@ -140,7 +149,8 @@ def test_a_cell(folder: Path, way: str, situation: str, speculating: bool, strea
     for mine, theirs in zip(found, expected, strict=True):
         assert_close(mine[2], theirs[2])
     assert (after.prefix_hit_tokens > before.prefix_hit_tokens) >= (situation == "prefix hit")
-    assert (after.preemptions > 0) >= (situation == "recomputed")
+    assert (after.preemptions > 0) >= (situation in ("recomputed", "swapped"))
+    assert (after.swaps > 0) == (after.swapped_in_blocks > 0) == (situation == "swapped")
     if way not in BEAMS:  # who go without drafts, and leave them to their neighbours
         assert (after.drafted_tokens > 0) == speculating
     if way in ("greedy", "structured"):
@@ -170,12 +180,22 @@ def assert_close(mine: list[Any], theirs: list[Any]) -> None:
             assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("speculating", [False, True], ids=["", "drafts"])
-def test_aborts_in_the_middle(folder: Path, speculating: bool) -> None:
+@pytest.mark.parametrize(
+    ("speculating", "swapping"),
+    [
+        (False, False),
+        (True, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_aborts_in_the_middle(folder: Path, speculating: bool, swapping: bool) -> None:
     """At any step: the others' answers are untouched, and nothing stays behind."""
     options: dict[str, Any] = {"num_kv_blocks": 16, "max_num_batched_tokens": 24}
     if speculating:
         options["speculative_config"] = DRAFTS
+    if swapping:
+        options |= {"num_kv_blocks": 10, "swap_space": 0.05, "preemption_mode": "swap"}
     with opened(folder, **options) as llm:
         for way, steps in itertools.product(WAYS, (1, 3, 7)):
             ready = [llm.tokenize(PROMPT), llm.tokenize(PROMPT)]

@@ -23,6 +23,7 @@ from octavo.core.entry.cli import (
     bench_sharing,
     bench_speculation,
     bench_startup,
+    bench_swap,
     bench_variants,
 )
 from octavo.core.entry.cli.bench_options import count, prepared, warned_if_busy
@@ -50,6 +51,7 @@ _KINDS = {
     "speculation": bench_speculation,
     "sharing": bench_sharing,
     "variants": bench_variants,
+    "swap": bench_swap,
 }
 
 

@@ -86,6 +86,11 @@ def text(result: Fit) -> str:
             ),
             ("limit", result.limit or ""),
         ]
+        if result.host_bytes:
+            blocks = result.host_bytes // result.block_bytes
+            rows.append(
+                ("swap", f"{blocks} blocks in {size_text(result.host_bytes)} of host memory")
+            )
     rows += [("change", advice) for advice in result.advice]
     rows += [("note", note) for note in result.notes]
     rows.append(("fits", "yes" if result.fits else f"no: {result.problem}"))

@@ -150,6 +150,7 @@ class Report:
                 "cached_tokens": output.num_cached_tokens,
                 "recomputed_tokens": times.num_recomputed_tokens,
                 "preemptions": times.num_preemptions,
+                "swaps": times.num_swaps,
                 "drafted_tokens": times.num_drafted_tokens,
                 "accepted_tokens": times.num_accepted_tokens,
             }

@@ -48,6 +48,9 @@ def capabilities(state: ServerState, request: Request) -> dict[str, Any]:
             "bytes": info.kv_bytes,
             "blocks": info.num_kv_blocks,
             "block_size": info.block_size,
+            "host_bytes": info.host_bytes,
+            "host_blocks": info.host_blocks,
+            "preemption_mode": info.preemption_mode,
         },
         "limits": {
             "max_model_len": info.max_model_len,

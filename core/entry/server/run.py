@@ -18,6 +18,7 @@ import uvicorn
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.engine import ModelInfo
 from octavo.core.entry.async_llm import AsyncLLM
+from octavo.core.entry.cli.sizes import size_text
 from octavo.core.entry.engine_spawn import DEFAULT_FACTORY, Spawned
 from octavo.core.entry.formats import check_names
 from octavo.core.entry.front import load_front
@@ -236,7 +237,17 @@ def banner(
             f"  device   {info.device} ({info.device_reason})",
             f"  KV cache {info.num_kv_blocks} blocks of {info.block_size}: {held} tokens in {info.kv_dtype}, "
             f"up to {info.max_num_seqs} sequences at once",
+            *_swap_line(info),
             f"  start-up {seconds:.2f} s ({phases})",
             *(f"  note     {note}" for note in (*info.notes, *notes)),
         )
     )
+
+
+def _swap_line(info: ModelInfo) -> list[str]:
+    if not info.host_blocks:
+        return []
+    return [
+        f"  swap     {info.host_blocks} blocks in {size_text(info.host_bytes)} of host memory, "
+        f"preemption by {info.preemption_mode}"
+    ]

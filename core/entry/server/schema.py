@@ -134,6 +134,7 @@ class RequestMetrics(_Answer):
     cached_tokens: int
     recomputed_tokens: int
     preemptions: int
+    swaps: int
     drafted_tokens: int
     accepted_tokens: int
 

@@ -174,8 +174,23 @@ def test_what_is_not_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 ENGINE: dict[str, set[str]] = {
     "Sound": set(),
-    "TokensFromTheWrongEnd": {"chunked-prefill", "preemption", "prefix-hits", "forks", "aborts"},
-    "KeepsTheBatch": {"chunked-prefill", "preemption", "prefix-hits", "forks", "aborts", "seeds"},
+    "TokensFromTheWrongEnd": {
+        "chunked-prefill",
+        "preemption",
+        "swap",
+        "prefix-hits",
+        "forks",
+        "aborts",
+    },
+    "KeepsTheBatch": {
+        "chunked-prefill",
+        "preemption",
+        "swap",
+        "prefix-hits",
+        "forks",
+        "aborts",
+        "seeds",
+    },
 }
 
 
@@ -193,13 +208,27 @@ def test_lost_copies_are_seen_in_forks() -> None:
     assert failed == {"forks"}, found
 
 
+def test_a_swap_that_is_declared_and_does_not_work_is_seen() -> None:
+    subject = Subject(with_ops("ImportsNextDoor"), "sound")
+    cases = [c for c in catalogue(subject) if c.op in ("swap", "preemption") and c.number == 0]
+    states = {(r.op, r.state) for r in [run_case(subject, c) for c in cases]}
+    assert states == {("swap", "failed"), ("preemption", "passed")}
+
+
+def test_a_swap_that_is_not_declared_is_refused_and_not_offered() -> None:
+    subject = Subject(broken_backends.WithoutSwap(), "sound")
+    cases = [c for c in catalogue(subject) if "swap" in (c.op, c.aspect.removesuffix("_space"))]
+    states = {(r.op, r.state) for r in [run_case(subject, c) for c in cases if c.number == 0]}
+    assert states == {("refusal", "passed"), ("swap", "not offered")}
+
+
 def test_an_awkward_backend_that_is_right_passes() -> None:
     """Static buckets, donated handles, one block size, draws of its own."""
     for group in ("op", "contract", "engine"):
         found = results(Awkward(), group)
         assert not failing(found), [r for r in found if r.state == "failed"]
     states = {r.op: r.state for r in found}
-    assert states["seeds"] == "not offered" and states["forks"] == "passed"
+    assert states["seeds"] == "not offered" and states["forks"] == states["swap"] == "passed"
 
 
 def test_lanes_of_their_own_pass() -> None:
@@ -207,7 +236,8 @@ def test_lanes_of_their_own_pass() -> None:
     for group in ("op", "contract", "engine"):
         found = results(broken_backends.TwoLanes(), group)
         assert not failing(found), [r for r in found if r.state == "failed"]
-    assert {r.op: r.state for r in found}["prefix-hits"] == "not offered"
+    states = {r.op: r.state for r in found}
+    assert states["prefix-hits"] == "not offered" and states["swap"] == "passed"
 
 
 def test_what_was_only_compiled_is_not_said_to_have_run() -> None:
