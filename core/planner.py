@@ -350,7 +350,7 @@ class Planner:
             if self._no_room == moment:
                 return
             hits: list[int] = []
-            shares = self.shares and not sequence.wants_prompt_logprobs
+            shares = self.shares and not (sequence.wants_prompt_logprobs or sequence.computes_all)
             if shares:
                 hits, awaited = self._known_prefix(sequence)
                 if awaited is not None:

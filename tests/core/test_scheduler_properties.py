@@ -26,6 +26,7 @@ _seen = {
     "copies": 0,
     "losses": 0,
     "drains": 0,
+    "embeddings": 0,
 }
 
 
@@ -52,6 +53,7 @@ def scenarios(draw: st.DrawFn, crowd: bool = False) -> Scenario:
                 prompt_logprobs=draw(st.sampled_from([False, False, False, True])),
                 salt=draw(st.sampled_from([None, None, "a"])),
                 stops=draw(st.booleans()),
+                pool=draw(st.sampled_from([None, None, None, None, "mean", "last", "cls"])),
             )
         )
     abort = st.builds(
@@ -117,6 +119,7 @@ def count(steps: int, r: Rig) -> None:
     for name in ("preemptions", "evictions", "prefix_hit_tokens", "prefix_waits"):
         _seen[name] += getattr(stats, name)
     _seen["copies"] += r.runner.copies
+    _seen["embeddings"] += sum(u.embedding is not None for u in r.finished.values())
     _seen["losses"] += r.runner.losses
     assert isinstance(r.scheduler.blocks, WatchedBlocks)
     _seen["drains"] += r.scheduler.blocks.drains

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
 from octavo.core.entry.cli import (
+    bench_embeddings,
     bench_kv_waste,
     bench_latency,
     bench_linear,
@@ -48,6 +49,7 @@ _KINDS = {
     "scaling": bench_scaling,
     "speculation": bench_speculation,
     "sharing": bench_sharing,
+    "embeddings": bench_embeddings,
 }
 
 

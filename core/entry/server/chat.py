@@ -34,6 +34,7 @@ async def chat_completions(state: ServerState, call: Call) -> Answer:
     request = state.decode(call, ChatRequest)
     llm = state.ready()
     model = state.check_model(request.model)
+    state.check_task("generate")
     request.check()
     state.check_queue()
     use = tool_use(request, state.formats)

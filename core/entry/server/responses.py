@@ -35,6 +35,7 @@ async def responses(state: ServerState, call: Call) -> Answer:
     request = state.decode(call, ResponsesRequest)
     llm = state.ready()
     model = state.check_model(request.model)
+    state.check_task("generate")
     try:
         chat = request.as_chat()
         chat.check()
