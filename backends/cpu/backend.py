@@ -147,7 +147,7 @@ class CpuBackend(Backend):
             encoders=True,
             quantization=QUANTIZATION,
             ops=dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}")
-            | dict.fromkeys(TORCH_OPS, "torch")
+            | dict.fromkeys(TORCH_OPS, "portable torch")
             | ({"linear": self._provider.name} if self._provider else {}),
             notes={
                 "kernels": f"{lib.isa()} of {', '.join(lib.isas())}",

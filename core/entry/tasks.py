@@ -85,6 +85,7 @@ def choose_tasks(
             "embed: send it with them"
         )
     if not cls.generates:
+        notes.append(f"{name} embeds prompts and generates nothing")
         why = (
             f"this model ({name}) has no head to generate text with: it embeds prompts (/v1/embeddings, "
             "LLM.embed). Use a generative model for completions, chats and responses"

@@ -12,9 +12,12 @@ from sentence_models import ENCODERS, decoder, embed, encoder, expected, numbers
 from tiny_models import engine, greedy, make, prompt_of, reference, run, tokens_of
 
 from octavo import LLM, PoolingParams
-from octavo.core.config import ConfigError
+from octavo.core.config import ConfigError, EngineConfig
+from octavo.core.entry.bench.reference_model import load_transformers
 from octavo.core.entry.embedding import EmbeddingFailed
+from octavo.core.entry.wiring import resolve_model
 from octavo.core.loading.errors import ModelConfigError
+from octavo.core.loading.tokenizer import load_tokenizer
 from octavo.core.types import ParamError, RequestRefused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,3 +239,22 @@ def test_other_activations(tmp_path: Path, act: str) -> None:
     [update] = run(made, embed("a", ids, "mean"))["a"]
     torch.testing.assert_close(numbers(update.embedding), expected(model, ids, "mean"), **CLOSE)
     made.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mean", "last"])
+def test_the_default_models_embeddings_are_those_of_transformers(kind: str) -> None:
+    """Of real text, in chunks beside others and alone."""
+    config = EngineConfig()
+    files = resolve_model(config)
+    model = load_transformers(files).base_model
+    tokenizer = load_tokenizer(files)
+    texts = [f"{text} and then {text}. " * (1 + 9 * i) for i, text in enumerate(TEXTS)]
+    with LLM(device="cpu", dtype="float32", pooling=kind, max_num_batched_tokens=48) as llm:
+        together = llm.embed(texts)
+        alone = [llm.embed(text)[0] for text in texts]
+    for text, many, one in zip(texts, together, alone, strict=True):
+        wanted = expected(model, tokenizer.encode(text), kind)
+        for output in (many, one):
+            got = torch.tensor(output.outputs.embedding, dtype=torch.float64)
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
