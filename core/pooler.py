@@ -1,8 +1,8 @@
 """Hidden states -> embeddings: each prompt's rows pooled where they were computed, then fetched together.
 
-A prompt that comes in several steps keeps its sum, or its first row, on the device in between
-(`Sequence.draw_state`, which nothing else uses: such a sequence draws nothing). Computed again after a
-preemption, it begins anew with its first row.
+A prompt that comes in several steps keeps its sum, or its first row, on the device in between, with how
+many rows it is of (`Sequence.draw_state`, which nothing else uses: such a sequence draws nothing). Computed
+again after a preemption, it begins anew with its first row.
 """
 
 from __future__ import annotations
@@ -57,15 +57,19 @@ def _pooled(item: ScheduledTokens, pooling: Pooling, rows: torch.Tensor) -> torc
     complete = item.start + item.count == sequence.num_tokens
     if pooling.kind == "last":
         return rows[-1] if complete else None
+    before: torch.Tensor | None = None
+    if item.start:
+        position, before = sequence.draw_state
+        assert position == item.start, f"pooled up to {position}, computed up to {item.start}"
     if pooling.kind == "cls":
         # A copy: the step's hidden states go, or are written over.
-        vector = rows[0].clone() if item.start == 0 else sequence.draw_state
+        vector = rows[0].clone() if before is None else before
     else:
         vector = rows.sum(0, dtype=torch.float32)
-        if item.start:
-            vector += sequence.draw_state
+        if before is not None:
+            vector += before
     if not complete:
-        sequence.draw_state = vector
+        sequence.draw_state = item.start + item.count, vector
         return None
     sequence.draw_state = None
     return vector / sequence.num_tokens if pooling.kind == "mean" else vector

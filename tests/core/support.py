@@ -160,8 +160,8 @@ class NullRunner:
     def _pool(self, item: ScheduledTokens, values: np.ndarray) -> bytes | None:
         """An embedding: the KV number of the last or the first position, or the sum of all."""
         sequence, kind = item.sequence, item.sequence.request.pooling.kind
-        before = sequence.draw_state
-        assert item.start == 0 or kind == "last" or before is not None, "a part was not computed"
+        position, before = sequence.draw_state if item.start and kind != "last" else (0, 0)
+        assert kind == "last" or position == item.start, "a part is missing, or counts twice"
         with np.errstate(over="ignore"):
             if kind == "last":
                 found = values[-1]
@@ -169,7 +169,7 @@ class NullRunner:
                 found = before if item.start else values[0]
             else:
                 found = values.sum(dtype=np.uint64) + (before if item.start else np.uint64(0))
-        sequence.draw_state = found
+        sequence.draw_state = item.start + item.count, found
         return found.tobytes() if item.start + item.count == sequence.num_tokens else None
 
     def execute(self, step: StepPlan) -> StepResult:
