@@ -182,8 +182,8 @@ def encoder_attention(
     for first, last in itertools.pairwise(starts):
         if first == last:
             continue
-        heads = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
-        mixed = F.scaled_dot_product_attention(*heads, scale=scale, enable_gqa=shared)
+        a, b, c = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(a, b, c, scale=scale, enable_gqa=shared)
         out[first:last] = mixed[0].transpose(0, 1)
     return out
 

@@ -61,7 +61,7 @@ def test_what_an_embedded_prompt_computes_others_take_over() -> None:
 def test_a_prompt_that_begins_as_one_that_is_summed_does_not_wait_for_its_own_copy() -> None:
     """It waits for nobody and nobody for it; of two that pool the last token one waits for the other."""
     for kind, waits in (("mean", 0), ("last", 1)):
-        r = rig(budget=16)
+        r = rig(budget=100)
         run(r, pooled("a", PROMPT, kind), pooled("b", PROMPT, kind))
         assert r.scheduler.stats().prefix_waits == waits
 

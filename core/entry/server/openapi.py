@@ -48,7 +48,7 @@ _ROUTES: tuple[tuple[str, str, str, Any, Any, Any, tuple[int, ...]], ...] = (
 )  # fmt: skip
 
 _TOKEN = {"type": "integer", "minimum": 0}
-_PROMPT = {
+_PROMPT: dict[str, Any] = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
