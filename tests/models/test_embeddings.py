@@ -61,6 +61,26 @@ def test_a_decoder_embeds_beside_what_it_generates(
     made.shutdown()
 
 
+def test_prompts_are_embedded_beside_drafts(llama: tuple[Path, Any]) -> None:
+    """Where others' tokens are drafted and checked, and some draw several samples or search beams."""
+    folder, model = llama
+    options = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+    made = engine(folder, device="cpu", speculative_config=options, max_num_batched_tokens=40)
+    copying = prompt_of(12) * 3
+    requests = [embed(f"e{i}", prompt_of(70, seed=i), "mean") for i in range(3)]
+    wide = [
+        greedy("n", prompt_of(9), 8, n=2),
+        greedy("b", prompt_of(9), 8, n=2, use_beam_search=True),
+    ]
+    found = run(made, greedy("copy", copying, 40), requests[0], *wide, *requests[1:])
+    assert made.stats().drafted_tokens > 0
+    assert tokens_of(found["copy"]) == reference(model, copying, 40)[0]
+    for request in requests:
+        wanted = expected(model.model, request.prompt_token_ids, "mean")
+        torch.testing.assert_close(numbers(found[request.id][0].embedding), wanted, **CLOSE)
+    made.shutdown()
+
+
 @pytest.mark.parametrize("kind", ENCODERS)
 @pytest.mark.parametrize("device", ["cpu", "reference"])
 def test_an_encoder_embeds(tmp_path: Path, kind: str, device: str) -> None:
