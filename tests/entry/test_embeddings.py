@@ -238,7 +238,9 @@ def test_llm_refuses_and_goes_on(llm: LLM) -> None:
     assert len(llm.embed(["fine", "fine too"])) == 2
 
 
-def test_async_llm_embeds_and_aborts() -> None:
+def test_async_llm_embeds_and_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NULL_ENGINE_STALL_SECONDS", "0.3")
+
     async def body() -> None:
         config = EngineConfig(model="null", max_model_len=4096, load_progress=False)
         async with AsyncLLM.from_config(config, factory="null_engine:build", loader=load) as llm:
