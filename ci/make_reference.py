@@ -16,13 +16,16 @@ import msgspec
 from octavo.core import types
 from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.cli.settings import ENGINE, SERVER, Setting
+from octavo.core.entry.embedding import EmbeddingRequestOutput, PoolingParams
 from octavo.core.entry.llm import LLM
 from octavo.core.entry.server import protocol
+from octavo.core.entry.server.embeddings import EmbeddingRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 REQUESTS = {
     "POST /v1/chat/completions": protocol.ChatRequest,
     "POST /v1/completions": protocol.CompletionRequest,
+    "POST /v1/embeddings": EmbeddingRequest,
     "POST /tokenize": protocol.TokenizeRequest,
     "POST /detokenize": protocol.DetokenizeRequest,
 }
@@ -32,6 +35,8 @@ DATA = (
     types.CompletionOutput,
     types.Logprob,
     types.Timings,
+    PoolingParams,
+    EmbeddingRequestOutput,
 )
 
 

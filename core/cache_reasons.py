@@ -29,6 +29,8 @@ def miss_reason(sequence: Sequence, blocks: BlockManager, shares: bool) -> MissR
     """
     if not shares:
         return "off"
+    if sequence.computes_all:
+        return "pooling"
     if sequence.wants_prompt_logprobs:
         return "prompt_logprobs"
     size = blocks.block_size

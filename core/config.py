@@ -17,6 +17,8 @@ KV_DTYPES = (*DTYPES, "int8", "fp8")
 POLICIES = ("fcfs", "priority")
 OP_PROVIDERS = ("none", "auto", "measure")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
+TASKS = ("auto", "generate", "embed")
+POOLINGS = ("auto", "mean", "last", "cls")
 
 _ONE_PROCESS = "one process per model so far; leave it out"
 
@@ -175,6 +177,19 @@ class EngineConfig:
             "json": True,
         },
     )
+    task: str = field(
+        default="auto",
+        metadata={
+            "help": "generate, embed, or auto: whatever the model can",
+        },
+    )
+    pooling: str = field(
+        default="auto",
+        metadata={
+            "help": "how prompts become embeddings: mean, last or cls (first token); auto: as the "
+            "checkpoint says",
+        },
+    )
     seed: int = field(default=0, metadata={"help": "seed of requests that bring none"})
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"}
@@ -201,6 +216,8 @@ class EngineConfig:
         self._one_of("scheduling_policy", POLICIES)
         self._one_of("op_providers", OP_PROVIDERS)
         self._one_of("preemption_mode", PREEMPTION_MODES)
+        self._one_of("task", TASKS)
+        self._one_of("pooling", POOLINGS)
         for name in ("model", "device"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:

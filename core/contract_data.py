@@ -77,6 +77,9 @@ class Capabilities:
     collectives: tuple[str, ...] = ()
     seeded_sampling: bool = True  # the device draws from (seed, output index, vocabulary id)
     batch_invariant: bool = False  # can give a row the same bits alone and in any batch
+    # Whether models whose positions see those behind them, too, can run: `encoder_attention`, `layer_norm`
+    # and `activation` work on what `prepare` returns, and that has `positions` [T].
+    encoders: bool = False
     ops: Mapping[str, str] = field(
         default_factory=dict
     )  # op -> what runs it ("portable", "c++ avx512", …)
@@ -116,10 +119,10 @@ class KVSpec:
 class ModelShape:
     """What `Backend.plan` may know of a model before any weight is read.
 
-    architecture: its Hugging Face name. num_layers: decoder layers. hidden_size: of the residual stream.
+    architecture: its Hugging Face name. num_layers: decoder or encoder layers. hidden_size: of the residual stream.
     q_heads, kv_heads: of attention. head_size: numbers in a head. vocab_size: rows of logits are so
     wide. max_position: tokens of the longest context. num_parameters: all numbers of its weights. kv:
-    its groups of layers with equal caches.
+    its groups of layers with equal caches; an encoder has none.
     """
 
     architecture: str
@@ -288,8 +291,9 @@ class Ctx:
 class Program:
     """A pure function the shared runner will call every step, offered to `Backend.compile`.
 
-    kind: "forward" or "sample". model: the model whose step it is. example: None so far.
+    kind: "forward", "embed" or "sample". model: the model whose step it is. example: None so far.
     forward: fn(weights, kv, inputs) -> (StepOut, kv).
+    embed:   the same for steps in which prompts are embedded, with hidden states in the StepOut.
     sample:  fn(logits [L, V], SampleInputs) -> tokens [L] int64. Logits are float32, unless the device's
              shapes are static: then they are what "forward" returned, and `fn` widens them.
     The set of kinds is open: a backend returns `fn` as it is for one it does not know.
@@ -317,7 +321,7 @@ class StepOut:
     """Device-side results of a forward pass. `logits` [L, V], float32, bfloat16 or float16, belong to
     `Batch.logits_rows`; they must hold until the other lanes of the step have run, too.
 
-    hidden: the last hidden states, where a program keeps them. pooled, tokens: of programs that pool
+    hidden: the last hidden states [T, hidden], of "embed". pooled, tokens: of programs that pool
     or draw themselves. All None from a model's own "forward".
     """
 

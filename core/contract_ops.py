@@ -129,6 +129,15 @@ class Ops:
             q, handle, meta, scale=scale, group=group, window=window, softcap=softcap, sinks=sinks
         )
 
+    def encoder_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: Inputs, *, scale: float
+    ) -> torch.Tensor:
+        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]: each position of a sequence sees all
+        of them. The batch holds sequences from their first token to their last, and no KV cache is
+        read or written. Rows of padding may be anything. Asked of devices with `Capabilities.encoders`.
+        """
+        return portable.encoder_attention(q, k, v, meta, scale=scale)
+
     # The rest of the layer.
 
     def pack_weight(
@@ -219,6 +228,18 @@ class Ops:
     ) -> torch.Tensor:
         """x [T, 2n] -> act(x[:, :n]) · x[:, n:]."""
         return portable.act_and_mul(x, kind)
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: PackedWeight, bias: PackedWeight, eps: float
+    ) -> torch.Tensor:
+        """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias over the last dimension."""
+        return portable.layer_norm(x, weight, bias, eps)
+
+    def activation(
+        self, x: torch.Tensor, kind: Literal["gelu", "gelu_tanh", "relu"]
+    ) -> torch.Tensor:
+        """The function of every number of x [T, n]."""
+        return portable.activation(x, kind)
 
     def sample(self, logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
         """logits [L, V] float32 -> tokens [L] int64.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from octavo.core.pooling import EmbeddingInfo, Task
 from octavo.core.scheduler import AbortTarget, Scheduler
 from octavo.core.stats import SchedulerStats
 from octavo.core.structured import Grammars
@@ -60,6 +61,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     phases: Mapping[str, float] = {}
     notes: tuple[str, ...] = ()
     capabilities: Mapping[str, Any] = {}
+    tasks: tuple[Task, ...] = ("generate",)
+    embedding: EmbeddingInfo | None = None  # how prompts are embedded, where that is a task
+    not_a_task: str = ""  # why the other one is none
 
     @property
     def numbers(self) -> str:
@@ -126,6 +130,9 @@ class Engine:
             ParamError: a parameter this model cannot take; RequestRefused: it could never run here.
         """
         params, vocab = request.params, self.info.vocab_size
+        task: Task = "generate" if request.pooling is None else "embed"
+        if task not in self.info.tasks:
+            raise ParamError("model", self.info.not_a_task)
         params.check_vocabulary(vocab)
         for token in request.prompt_token_ids:
             if (type(token) is not int and not _whole(token)) or not 0 <= token < vocab:

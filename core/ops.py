@@ -6,6 +6,7 @@ layer is a pair of tensors [blocks, block, heads, head size]; arithmetic is floa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,6 +182,21 @@ def paged_attention(
     return out
 
 
+def encoder_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: TorchInputs, *, scale: float
+) -> torch.Tensor:
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    starts = meta.batch.query_start.tolist()
+    shared = q.shape[1] != k.shape[1]
+    for first, last in itertools.pairwise(starts):
+        if first == last:
+            continue
+        a, b, c = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(a, b, c, scale=scale, enable_gqa=shared)
+        out[first:last] = mixed[0].transpose(0, 1)
+    return out
+
+
 # --------------------------------------------------------------------------- the rest of a layer
 
 
@@ -290,6 +306,20 @@ def act_and_mul(x: torch.Tensor, kind: Literal["silu", "gelu", "gelu_tanh"]) -> 
     if kind == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    weight, bias = weight.to(wide.dtype), bias.to(wide.dtype)
+    return F.layer_norm(wide, wide.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def activation(x: torch.Tensor, kind: Literal["gelu", "gelu_tanh", "relu"]) -> torch.Tensor:
+    if kind == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 # ------------------------------------------------------------------------------------- sampling

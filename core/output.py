@@ -196,6 +196,7 @@ class _Entry:
         "best_of",
         "cached",
         "cut",
+        "embedding",
         "external_id",
         "ids",
         "kind",
@@ -233,6 +234,7 @@ class _Entry:
         self.prompt_logprobs: list[LogprobsAt | None] | None = None
         self.cached = 0
         self.cut = False  # a stop string ended a sample
+        self.embedding: bytes | None = None
         self.timings: Timings | None = None
         self.begun = False  # something of it came
         self.received = self.last_output = time.monotonic()
@@ -350,6 +352,9 @@ class OutputProcessor:
             entry.cached = max(entry.cached, update.num_cached_tokens)
             if update.timings is not None:
                 sample.timings = update.timings
+                if update.embedding is not None:
+                    entry.embedding = update.embedding
+                    self.stats.embeddings += 1
                 entry.timings = _joined_timings(entry.samples, update.timings)
             touched[update.request_id] = entry
         outputs = []
@@ -415,6 +420,7 @@ class OutputProcessor:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=entry.cached,
             metrics=entry.timings,
+            embedding=entry.embedding,
         )
 
 

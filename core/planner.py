@@ -360,7 +360,7 @@ class Planner:
             moment = sequence, self.blocks.frees, roster.slots_taken
             if self._no_room == moment:
                 return
-            shares = self.shares and not sequence.wants_prompt_logprobs
+            shares = self.shares and not (sequence.wants_prompt_logprobs or sequence.computes_all)
             hits, computed = self._swapped_out(sequence, shares)
             if shares and not hits:
                 hits, awaited = self._known_prefix(sequence)

@@ -77,6 +77,7 @@ class RequestStats:
     samples_finished: dict[FinishReason, int] = field(default_factory=no_reasons)
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    embeddings: int = 0
     recomputed_tokens: int = 0
 
     # Every request that came so far.

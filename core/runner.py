@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from octavo.core.contract import (
 )
 from octavo.core.loading.progress import Progress
 from octavo.core.models.base import Model
+from octavo.core.pooler import pool, pools
 from octavo.core.sampler import Sampler, StaticSampler, sample_program
 from octavo.core.structured import Grammars
 from octavo.core.types import Batch, StepPlan, StepResult, TokenLogprobs
@@ -45,6 +47,22 @@ def forward_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]
     return forward
 
 
+def embed_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
+    """The forward program of steps in which prompts are embedded: with hidden [T, H], the normed states of
+    all rows. A model that generates nothing has no logits."""
+
+    def embed(
+        weights: Mapping[str, PackedWeight], kv: list[Handle], inputs: Inputs
+    ) -> tuple[StepOut, list[Handle]]:
+        ctx = Ctx(weights, kv, inputs)
+        hidden = model.hidden(ctx)
+        rows = hidden[inputs.logits_rows]
+        logits = model.logits(rows, ctx) if model.generates else rows
+        return StepOut(logits=logits, hidden=hidden), ctx.kv
+
+    return embed
+
+
 class Runner:
     """Drives one model on one device through what its backend compiled.
 
@@ -54,6 +72,7 @@ class Runner:
         vocabulary: skip_special -> the vocabulary's bytes, for bad_words.
         grammars: those of structured output.
         host: where blocks are kept that a plan sends to the host.
+        embeds: whether requests may ask for embeddings.
     """
 
     def __init__(
@@ -70,6 +89,7 @@ class Runner:
         num_groups: int = 1,
         grammars: Grammars | None = None,
         host: HostStore | None = None,
+        embeds: bool = False,
     ) -> None:
         self._backend, self._device, self._ops = backend, device, ops
         self._host = host
@@ -80,8 +100,14 @@ class Runner:
             for i, lane in enumerate(plan.lanes)
         ]
         self._plan, self._groups = plan, num_groups
-        forward = Program("forward", forward_program(model), model, groups=num_groups)
-        self._forward = backend.compile(forward, plan, device)
+        if embeds:
+            embed = Program("embed", embed_program(model), model, groups=num_groups)
+            self._embed = backend.compile(embed, plan, device)
+        if model.generates:
+            forward = Program("forward", forward_program(model), model, groups=num_groups)
+            self._forward = backend.compile(forward, plan, device)
+        else:
+            self._forward = self._embed
         self._lanes = plan.lanes
         where = backend.torch_device(device)
         static = backend.capabilities(device).shapes == "static"
@@ -104,7 +130,7 @@ class Runner:
         seen: set[tuple[int, ...]] = set()
         with torch.inference_mode():
             for batch in batches:
-                logits = self._run(batch).logits
+                logits = self._run(batch, self._forward).logits
                 if tuple(logits.shape) not in seen:
                     seen.add(tuple(logits.shape))
                     self._sampler.warm_up(logits)
@@ -133,23 +159,30 @@ class Runner:
                 self._kv = host.bring(step, self._kv)
             # All lanes are under way before the host waits for the first one's tokens.
             under_way = []
+            pooled: dict[str, bytes] = {}
             for part in step.parts:
                 batch = self._build(part)
                 padded = batch.num_rows if self._lanes[part.lane].row_buckets else None
-                under_way.append((part, self._run(batch).logits, padded))
+                if batch.kind != "decode" and pools(part.items):
+                    out = self._run(batch, self._embed)
+                    pooled |= pool(part, batch, out.hidden)
+                else:
+                    out = self._run(batch, self._forward)
+                under_way.append((part, out.logits, padded))
             found = [self._sampler.run(part, logits, rows) for part, logits, rows in under_way]
             if host is not None:
                 host.finish()
-        return found[0] if len(found) == 1 else _joined(found)
+        result = found[0] if len(found) == 1 else _joined(found)
+        return replace(result, pooled=pooled) if pooled else result
 
     def _build(self, part: StepPlan) -> Batch:
         return self._builders[part.lane].build(part)
 
-    def _run(self, batch: Batch) -> StepOut:
+    def _run(self, batch: Batch, program: Callable[..., Any]) -> StepOut:
         """The forward pass of one lane's batch."""
         inputs = self._backend.prepare(batch, None, self._device)
         out: StepOut
-        out, self._kv = self._forward(self._weights, self._kv, inputs)
+        out, self._kv = program(self._weights, self._kv, inputs)
         return out
 
     def recover(self) -> bool:

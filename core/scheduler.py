@@ -35,6 +35,7 @@ from octavo.core.blocks import BlockManager, extend_hashes, root_hash
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.outcome import sequence_update, stop_reason
 from octavo.core.planner import MAX_PREEMPTIONS, Planner
+from octavo.core.pooling import finish_pooled
 from octavo.core.roster import Group, Roster
 from octavo.core.sequence import Sequence
 from octavo.core.stats import SchedulerStats
@@ -306,7 +307,9 @@ class Scheduler:
             updates.extend(self.roster.finish(sequence, [], "error", message))
             return
         if not item.samples:
-            if sequence.num_computed >= sequence.max_len:  # max_tokens=0: the prompt was all
+            if sequence.num_computed >= sequence.max_len and sequence.request.pooling is not None:
+                updates.extend(finish_pooled(self.roster, sequence, result.pooled))
+            elif sequence.num_computed >= sequence.max_len:  # max_tokens=0: the prompt was all
                 updates.extend(
                     self.roster.finish(sequence, [], "length", None, None, prompt_logprobs)
                 )

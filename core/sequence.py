@@ -32,6 +32,7 @@ class Sequence:
     __slots__ = (
         "beams",
         "block_table",
+        "computes_all",
         "draft_hope",
         "draft_state",
         "draw_state",
@@ -111,7 +112,9 @@ class Sequence:
         self.parked_for: BlockHash | None = None  # the block it waits for while parked
         self.prefix_waits = 0
         self.timings = Timings(arrival_time=request.arrival_time, queued=time.monotonic())
-        self.draw_state: Any = None  # the sampler's, made when first needed
+        self.draw_state: Any = None  # the sampler's or the pooler's, made when first needed
+        # Whether no block may come from the prefix cache: hidden states of all positions are wanted.
+        self.computes_all = request.pooling is not None and request.pooling.kind != "last"
         self.may_draft = not (
             params.bad_words
             or params.use_beam_search

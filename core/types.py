@@ -17,9 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.pooling import Pooling
+
 BatchKind = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-MissReason = Literal["diverged", "evicted", "salted", "below_block", "prompt_logprobs", "off"]
+MissReason = Literal[
+    "diverged", "evicted", "salted", "below_block", "prompt_logprobs", "pooling", "off"
+]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -367,6 +371,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapter: str | None = None
     image_hashes: tuple[bytes, ...] = ()
     shown_special: tuple[int, ...] = ()  # of beams with stop strings: special tokens that are text
+    pooling: Pooling | None = None  # the prompt is embedded, and nothing is drawn: max_tokens is 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -451,6 +456,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cumulative: float | None = None  # of a beam, whole: the sum of its log-probabilities
     score: float | None = None  # and what it was ranked by
     beams: int | None = None  # with a request's first update: how many there are, if fewer than n
+    embedding: bytes | None = None  # of an embedded prompt, float32; once, with its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,6 +500,7 @@ class RequestOutput:
     prompt_logprobs: list[LogprobsAt | None] | None = None
     num_cached_tokens: int = 0
     metrics: Timings | None = None
+    embedding: bytes | None = None  # little-endian float32, of an embedded prompt
 
 
 # ---------------------------------------------------------------------------------- one step
@@ -604,3 +611,5 @@ class StepResult:
     logprobs: Sequence[TokenLogprobs | None] = ()
     prompt_logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     candidates: Mapping[int, BeamCandidates] = field(default_factory=dict)  # by place in `tokens`
+    # Request id -> float32 numbers of prompts that were embedded; none where they were not finite.
+    pooled: Mapping[str, bytes] = field(default_factory=dict)

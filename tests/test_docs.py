@@ -85,6 +85,7 @@ LESS = {  # a benchmark on little work: here it must run, not measure
     "octavo bench linear": "--rows 2 --passes 1",
     "octavo bench scaling": "--batch 1,2 --context 64,128 --repeats 2",
     "octavo bench perplexity": "--num-tokens 64",
+    "octavo bench embeddings": "--texts 2 --repeats 1",
 }
 
 

@@ -50,6 +50,9 @@ KERNEL_OPS = (
 )
 """Ops that the C++ library runs."""
 
+TORCH_OPS = ("encoder_attention", "layer_norm", "activation")
+"""Ops of encoders, which torch runs."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATION = ("int8", "int4")
 
@@ -124,6 +127,7 @@ class CpuBackend(Backend):
                 native_dtypes=native_dtypes(),
                 kv_dtypes=DTYPES,
                 swap=True,
+                encoders=True,
                 quantization=QUANTIZATION,
                 ops={"every op": "portable torch"},
                 notes={
@@ -140,8 +144,10 @@ class CpuBackend(Backend):
             head_sizes=(lib.HEAD_MULTIPLE, 256, lib.HEAD_MULTIPLE),
             swap=True,
             batch_invariant=True,
+            encoders=True,
             quantization=QUANTIZATION,
             ops=dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}")
+            | dict.fromkeys(TORCH_OPS, "portable torch")
             | ({"linear": self._provider.name} if self._provider else {}),
             notes={
                 "kernels": f"{lib.isa()} of {', '.join(lib.isas())}",
@@ -196,8 +202,11 @@ class CpuBackend(Backend):
 
     def compile(self, program: Program, plan: ExecutionPlan, device: str) -> Callable[..., Any]:
         """Keeps torch's own threads out of a step: what little torch does there is not worth a second
-        pool that spins on the cores of the first."""
+        pool that spins on the cores of the first. What it does for an encoder is."""
         import torch
+
+        if program.kind == "embed" and program.model.bidirectional:
+            return program.fn
 
         def run(*args: Any) -> Any:
             before = torch.get_num_threads()

@@ -32,6 +32,7 @@ class ReferenceBackend(Backend):
             kv_dtypes=dtypes,
             quantization=("int8", "int4"),
             swap=True,
+            encoders=True,
             ops={"every op": "portable torch"},
         )
 

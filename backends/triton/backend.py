@@ -148,6 +148,7 @@ class TritonBackend(Backend):
             shapes="bucketed",  # any will do; decode steps are captured at the start
             graph_capture=not self.interpret,
             swap=True,
+            encoders=True,
             quantization=("int8", "int4"),
             batch_invariant=False,
             ops=dict.fromkeys(KERNEL_OPS, how) | {"every op": "torch"},

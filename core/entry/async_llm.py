@@ -20,6 +20,7 @@ import msgspec
 from octavo.core.config import DEFAULT_MODEL, EngineConfig
 from octavo.core.engine import ModelInfo
 from octavo.core.entry import messages
+from octavo.core.entry.embedding import Embedder, EmbeddingRequestOutput, PoolingParams
 from octavo.core.entry.engine_client import EngineClient, EngineDeadError
 from octavo.core.entry.engine_spawn import DEFAULT_FACTORY, Spawned
 from octavo.core.entry.front import Front, load_front, load_progress
@@ -139,6 +140,7 @@ class AsyncLLM:
         self._front: Front | None = None
         self._info: ModelInfo | None = None
         self._input: InputProcessor | None = None
+        self._embedder: Embedder | None = None
         self._output: OutputProcessor | None = None
 
     async def start(self) -> None:
@@ -165,6 +167,7 @@ class AsyncLLM:
             max_logprobs=self.config.max_logprobs,
             defaults=sampling_defaults(front.generation_config),
         )
+        self._embedder = Embedder(self._input, info)
 
     async def shutdown(self) -> None:
         """Ends the engine process; open requests raise `EngineDeadError`. May be called twice."""
@@ -211,6 +214,12 @@ class AsyncLLM:
         """What turns text and conversations into prompts for this model."""
         assert self._input is not None, "await start() first"
         return self._input
+
+    @property
+    def embedder(self) -> Embedder:
+        """What turns prompts into requests for embeddings."""
+        assert self._embedder is not None, "await start() first"
+        return self._embedder
 
     @property
     def model_name(self) -> str:
@@ -317,6 +326,33 @@ class AsyncLLM:
                 yield output
                 if output.finished:
                     return
+        finally:
+            if self._streams.pop(request.id, None) is not None:
+                self._drop(request.id)
+
+    async def embed(
+        self,
+        prompt: PromptInput | Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Embeds one prompt, pooled as the checkpoint says. Cancelling the task aborts the request.
+
+        Raises:
+            ParamError: a prompt or parameter that cannot be used, or a model that embeds nothing.
+            EmbeddingFailed: its step failed, or somebody aborted it.
+            EngineDeadError: the engine process has ended.
+        """
+        ready = self.embedder.prompt(prompt, pooling_params)
+        request = self.embedder.request(
+            ready, pooling_params, priority=priority, cache_salt=cache_salt
+        )
+        stream = self._submit(request, ready.text, request_id, ())
+        try:
+            return EmbeddingRequestOutput.of(await stream.get())
         finally:
             if self._streams.pop(request.id, None) is not None:
                 self._drop(request.id)

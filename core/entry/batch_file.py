@@ -24,6 +24,7 @@ from octavo.core.entry.engine_spawn import DEFAULT_FACTORY
 from octavo.core.entry.front import load_front
 from octavo.core.entry.server.chat import chat_completions
 from octavo.core.entry.server.completions import completions
+from octavo.core.entry.server.embeddings import embeddings
 from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request
 from octavo.core.entry.server.http import Answer, Call
 from octavo.core.entry.server.responses import responses
@@ -33,6 +34,7 @@ ENDPOINTS = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
     "/v1/responses": responses,
+    "/v1/embeddings": embeddings,
 }
 
 

@@ -14,6 +14,12 @@ from octavo.core.config import DEFAULT_MODEL, EngineConfig, prepare_thread_envir
 from octavo.core.engine import ModelInfo
 from octavo.core.entry.bar import Bar
 from octavo.core.entry.beam_search import BeamSearchOutput, BeamSearchParams
+from octavo.core.entry.embedding import (
+    Embedder,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    params_for,
+)
 from octavo.core.entry.front import Front, load_front, load_progress
 from octavo.core.entry.inputs import (
     Conversation,
@@ -93,6 +99,7 @@ class LLM:
             max_logprobs=config.max_logprobs,
             defaults=sampling_defaults(front.generation_config),
         )
+        self._embedder = Embedder(self._inputs, engine.info)
 
     def __enter__(self) -> Self:
         return self
@@ -223,6 +230,37 @@ class LLM:
         """
         outputs = self.generate(prompts, params.sampling(), use_tqdm)
         return [BeamSearchOutput.of(output) for output in outputs]
+
+    def embed(
+        self,
+        prompts: PromptInput | Prompt | Sequence[PromptInput | Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeds prompts, pooled as the checkpoint says; the outputs stand in the prompts' order.
+
+        Raises:
+            ParamError: a prompt or parameter that cannot be used, or a model that embeds nothing.
+            EmbeddingFailed: a prompt's step failed.
+        """
+        given = _prompt_list(prompts)
+        params = params_for(pooling_params, len(given))
+        if priority is not None and len(priority) != len(given):
+            raise ParamError("priority", f"{len(priority)} priorities for {len(given)} prompts")
+        inputs = [self._embedder.prompt(p, q) for p, q in zip(given, params, strict=True)]
+        order = priority if priority is not None else [0] * len(given)
+        requests = [
+            self._embedder.request(prompt, each, priority=first)
+            for prompt, each, first in zip(inputs, params, order, strict=True)
+        ]
+        done: dict[str, EmbeddingRequestOutput] = {}
+        with Bar(len(inputs), use_tqdm) as bar:
+            for request_id, output in self._run(inputs, requests):
+                done[request_id] = EmbeddingRequestOutput.of(output)
+                bar.advance(len(output.prompt_token_ids))
+        return [done[request.id] for request in requests]
 
     def render_chat(self, messages: Conversation, **options: Any) -> Prompt:
         """A conversation as a prompt for `generate` and `stream`; `options` as those of `chat`."""

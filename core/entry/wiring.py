@@ -16,6 +16,7 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.engine import Engine, ModelInfo
+from octavo.core.entry import tasks as tasking
 from octavo.core.entry.host_memory import HostMemory, make_host_memory
 from octavo.core.entry.numbers import choose_numbers
 from octavo.core.entry.op_choice import capabilities_of, choose_ops
@@ -164,11 +165,12 @@ def build_engine(
             kv,
             alloc_kv,
             vocabulary_of(files, shape.vocab_size),
-            len(shape.kv),
+            len(shape.kv) or 1,
             grammars,
             host.store if host is not None else None,
+            "embed" in made.tasks.names,
         )
-        if backend.capabilities(device).shapes != "dynamic":
+        if made.model_class.generates and backend.capabilities(device).shapes != "dynamic":
             count = runner.warm_up(progress)
             phases.notes.append(f"{count} shapes of steps were run once")
     info = ModelInfo(
@@ -196,6 +198,7 @@ def build_engine(
         phases=phases.seconds,
         notes=tuple(phases.notes),
         capabilities=capabilities_of(backend, device, replaced),
+        **tasking.task_facts(config, made, max_len),
     )
     return Engine(scheduler, runner, info, grammars, texts_of(files))
 
@@ -216,8 +219,9 @@ def make_scheduler(
     caching = config.enable_prefix_caching
     if caching and lanes.longest_whole is not None:
         caching = False
+        who = "an encoder" if made.model_class.bidirectional else "this device"
         phases.notes.append(
-            f"no prefix caching: this device computes prompts whole, of at most {lanes.longest_whole} tokens"
+            f"no prefix caching: {who} computes prompts whole, of at most {lanes.longest_whole} tokens"
         )
     limits = SchedulerLimits(
         max_num_seqs=min(config.max_num_seqs, lanes.max_num_seqs),
@@ -271,6 +275,7 @@ class Design:
     shape: ModelShape
     limits: Limits
     plan: ExecutionPlan
+    tasks: tasking.Tasks
 
 
 def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: Phases) -> Design:
@@ -300,10 +305,17 @@ def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: 
             f"EOS {beyond}: no tokens of this model, whose ids are 0 to {shape.vocab_size - 1}"
         )
         eos = tuple(token for token in eos if token not in beyond)
-    limits = _limits(config, shape, dtype, kv_dtype, phases)
+    capabilities = backend.capabilities(device)
+    tasks = tasking.choose_tasks(
+        config, files, model_config, cls, capabilities, device, phases.notes
+    )
+    limits = tasking.uncut_limits(cls, _limits(config, shape, dtype, kv_dtype, phases))
     plan = _validated(backend.plan(shape, device, limits), shape, backend, device, config)
+    plan = tasking.uncut(cls, plan)
     phases.notes += [f"backend {backend.name!r}: {text}" for text in plugins().deprecated_in(plan)]
-    return Design(resolved, cls, model_config, eos, dtype, numbers.scheme, shape, limits, plan)
+    return Design(
+        resolved, cls, model_config, eos, dtype, numbers.scheme, shape, limits, plan, tasks
+    )
 
 
 def _read_config(files: ModelFiles) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -433,6 +445,10 @@ def size_kv(config: EngineConfig, made: Design, ops: Ops, free: int) -> tuple[in
     """
     plan, limits, device = made.plan, made.limits, made.resolved.device
     per_block = kv_block_bytes(made, ops)
+    most = 1 + limits.max_num_seqs * -(-limits.max_model_len // plan.block_size)
+    if not per_block:  # an encoder's blocks are only counted
+        tasking.refuse_cache(config, made.model_class)
+        return most, 0
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks, per_block
     if config.kv_memory is not None:
@@ -446,7 +462,6 @@ def size_kv(config: EngineConfig, made: Design, ops: Ops, free: int) -> tuple[in
         if config.kv_fraction is None:
             budget = min(budget, DEFAULT_KV_BYTES)
     blocks = budget // per_block
-    most = 1 + limits.max_num_seqs * -(-limits.max_model_len // plan.block_size)
     blocks = min(blocks, most)  # more could never be used by running sequences
     if blocks < 2:
         raise ConfigError(

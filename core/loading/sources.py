@@ -20,8 +20,9 @@ from octavo.core.loading.progress import Progress, SilentProgress
 
 # Everything a model is loaded from; never pickles, never code.
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
-# The same weights over again, in other formats or for other runtimes.
-_HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json"]
+# The same weights over again, in other formats or for other runtimes. Folders may hold the settings of
+# sentence-transformers' modules.
+_HUB_IGNORED = ["consolidated*", "*/*.safetensors", "onnx/*", "openvino/*", "original/*"]
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 _FORMS = (
     "MODEL is a folder with config.json and safetensors, a .gguf file, a hub id (org/name) or "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.core.config import ConfigError
 from octavo.core.contract import Ctx, KVSpec, ModelShape, Ops
@@ -17,15 +17,28 @@ ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "octavo.core.models.llama:Llama",
     "MistralForCausalLM": "octavo.core.models.llama:Mistral",
     "Qwen2ForCausalLM": "octavo.core.models.llama:Qwen2",
+    # Without a head: embedding models.
+    "BertModel": "octavo.core.models.bert:Bert",
+    "LlamaModel": "octavo.core.models.headless:LlamaModel",
+    "MistralModel": "octavo.core.models.headless:MistralModel",
+    "Qwen2Model": "octavo.core.models.headless:Qwen2Model",
+    "RobertaModel": "octavo.core.models.bert:Roberta",
+    "XLMRobertaModel": "octavo.core.models.bert:Roberta",
 }
 """Hugging Face architecture name -> "module:class". Plug-ins add to a copy of it."""
 
 
 class Model(Module):
-    """A decoder that turns a batch's tokens into hidden states, and hidden states into logits.
+    """Turns a batch's tokens into hidden states, and hidden states into logits.
 
     A subclass builds its parts in `__init__`. Names of weights are those of Hugging Face checkpoints.
+
+    generates: whether there is a head, and so logits. bidirectional: whether positions see those behind
+    them, too; such a model keeps no KV cache, and has its prompts whole.
     """
+
+    generates: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = False
 
     ignored_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of tensor names that a checkpoint may hold and nobody needs."""
@@ -47,7 +60,7 @@ class Model(Module):
         raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor, ctx: Ctx) -> torch.Tensor:
-        """hidden [L, hidden] -> logits [L, vocabulary]."""
+        """hidden [L, hidden] -> logits [L, vocabulary]. Not asked of a model that generates nothing."""
         raise NotImplementedError
 
 

@@ -22,7 +22,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 class Llama(Model):
     """The Llama architecture."""
 
-    prefix = "model"
+    prefix = "model."
 
     def __init__(self, config: Mapping[str, Any], shape: ModelShape, ops: Ops) -> None:
         act = _ACTIVATIONS.get(config.get("hidden_act", "silu"))
@@ -34,14 +34,14 @@ class Llama(Model):
         self._rope = rope_parameters(config)
         hidden, eps, name = shape.hidden_size, float(config.get("rms_norm_eps", 1e-6)), self.prefix
         qkv_bias, out_bias = self.attention_biases(config)
-        self.embedding = Embedding(ops, f"{name}.embed_tokens", shape.vocab_size, hidden)
+        self.embedding = Embedding(ops, f"{name}embed_tokens", shape.vocab_size, hidden)
         self.layers = [
             DecoderLayer(
                 ops,
-                RMSNorm(ops, f"{name}.layers.{i}.input_layernorm", hidden, eps),
+                RMSNorm(ops, f"{name}layers.{i}.input_layernorm", hidden, eps),
                 Attention(
                     ops,
-                    f"{name}.layers.{i}.self_attn",
+                    f"{name}layers.{i}.self_attn",
                     i,
                     hidden=hidden,
                     q_heads=shape.q_heads,
@@ -51,10 +51,10 @@ class Llama(Model):
                     qkv_bias=qkv_bias,
                     out_bias=out_bias,
                 ),
-                RMSNorm(ops, f"{name}.layers.{i}.post_attention_layernorm", hidden, eps),
+                RMSNorm(ops, f"{name}layers.{i}.post_attention_layernorm", hidden, eps),
                 GatedMLP(
                     ops,
-                    f"{name}.layers.{i}.mlp",
+                    f"{name}layers.{i}.mlp",
                     hidden=hidden,
                     intermediate=int(config["intermediate_size"]),
                     act=act,  # type: ignore[arg-type]  # mypy widens the table's literals
@@ -63,7 +63,9 @@ class Llama(Model):
             )
             for i in range(shape.num_layers)
         ]
-        self.norm = RMSNorm(ops, f"{name}.norm", hidden, eps)
+        self.norm = RMSNorm(ops, f"{name}norm", hidden, eps)
+        if not self.generates:
+            return
         tied = bool(config.get("tie_word_embeddings", False))
         self.head = Head(ops, "lm_head", self.embedding, shape.vocab_size, hidden, tied)
 
@@ -86,7 +88,7 @@ class Llama(Model):
         parameters = (
             layers * (attention + 3 * hidden * int(config["intermediate_size"])) + vocab * hidden
         )
-        if not config.get("tie_word_embeddings", False):
+        if cls.generates and not config.get("tie_word_embeddings", False):
             parameters += vocab * hidden
         return ModelShape(
             architecture=cls.__name__,

@@ -23,17 +23,18 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Array | None = None,
+    causal: bool = True,
 ) -> Array:
     """The last n positions' q [n, Hq, D] over keys k [context, Hkv, D] and values v [context, Hkv, Dv].
 
     Query head h reads KV head h // (Hq / Hkv). Position p sees positions 0..p, or the last `window` of
-    these. sinks [Hq]: one more logit in each head's denominator, without a value.
+    these; without `causal` all. sinks [Hq]: one more logit in each head's denominator, without a value.
     """
     n, heads, _ = q.shape
     context, kv_heads, _ = k.shape
     at = np.arange(context - n, context)[:, None]
     key_at = np.arange(context)[None, :]
-    seen = key_at <= at
+    seen = (key_at <= at) | (not causal)
     if window:
         seen &= key_at > at - window
     out = np.zeros((n, heads, v.shape[2]))
@@ -60,6 +61,13 @@ def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
     return result
 
 
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias."""
+    away = x - x.mean(-1, keepdims=True)
+    result: Array = away / np.sqrt((away * away).mean(-1, keepdims=True) + eps) * weight + bias
+    return result
+
+
 def rotary(x: Array, cos_sin: Array, positions: NDArray[Any], interleaved: bool) -> Array:
     """x [T, H, D], of which the first R are turned by cos_sin [positions, R]. Pairs are (i, i + R/2), or
     (2i, 2i + 1) when interleaved."""
@@ -78,7 +86,9 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def activation(x: Array, kind: str) -> Array:
-    """silu, gelu or gelu_tanh."""
+    """silu, gelu, gelu_tanh or relu."""
+    if kind == "relu":
+        return np.maximum(x, 0.0)
     if kind == "silu":
         result: Array = x / (1 + np.exp(-x))
         return result

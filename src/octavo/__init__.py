@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from octavo.core.entry.async_llm import AsyncLLM
     from octavo.core.entry.beam_search import BeamSearchOutput, BeamSearchParams
+    from octavo.core.entry.embedding import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
     from octavo.core.entry.llm import LLM
     from octavo.core.types import RequestOutput, SamplingParams
 
@@ -23,6 +24,9 @@ _LAZY = {
     "RequestOutput": "octavo.core.types",
     "BeamSearchOutput": "octavo.core.entry.beam_search",
     "BeamSearchParams": "octavo.core.entry.beam_search",
+    "EmbeddingOutput": "octavo.core.entry.embedding",
+    "EmbeddingRequestOutput": "octavo.core.entry.embedding",
+    "PoolingParams": "octavo.core.entry.embedding",
 }
 
 __all__ = [
@@ -30,6 +34,9 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "__version__",

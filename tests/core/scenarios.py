@@ -6,10 +6,11 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from support import EOS, VOCAB, Rig, expected_tokens, request, rig
+from support import EOS, VOCAB, Rig, expected_embedding, expected_tokens, request, rig
 
 from octavo.core.contract import Lane
 from octavo.core.lanes import LaneSet
+from octavo.core.pooling import Pooling
 from octavo.core.scheduler import MAX_PREEMPTIONS
 from octavo.core.types import Request, RequestRefused, StepPlan
 from octavo.core.waiting import MAX_PREFIX_WAITS
@@ -29,6 +30,7 @@ class Arrival:
     prompt_logprobs: bool = False
     salt: str | None = None
     stops: bool = False
+    pool: str | None = None  # it is embedded, and nothing is drawn
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,15 @@ def scenario_request(number: int, a: Arrival) -> Request:
     prompt = _COMMON[: a.shared] + [
         dice.randrange(VOCAB) for _ in range(a.prompt_length - a.shared)
     ]
+    if a.pool is not None:
+        return request(
+            str(number),
+            prompt[: a.prompt_length],
+            max_tokens=0,
+            priority=a.priority,
+            cache_salt=a.salt,
+            pooling=Pooling(a.pool),  # type: ignore[arg-type]
+        )
     return request(
         str(number),
         prompt[: a.prompt_length],
@@ -169,6 +180,9 @@ def play(s: Scenario) -> tuple[int, Rig]:
                 assert got == wanted[: len(got)] and reason == "error"
             elif key in aborted:
                 assert got == wanted[: len(got)] and reason == aborted[key]
+            elif q.pooling is not None:
+                assert (got, reason) == ([], "stop")
+                assert r.finished[key].embedding == expected_embedding(q), key
             else:
                 assert got == wanted, key
                 assert reason in ("stop", "length")
@@ -198,6 +212,7 @@ def random_scenario(dice: random.Random) -> Scenario:
             prompt_logprobs=dice.random() < 0.15,
             salt=dice.choice([None, None, "a"]),
             stops=dice.random() < 0.5,
+            pool=dice.choice([None] * 5 + ["mean", "last", "cls"]),
         )
         for _ in range(count)
     )

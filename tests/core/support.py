@@ -31,6 +31,7 @@ from octavo.core.types import (
     Batch,
     Request,
     SamplingParams,
+    ScheduledTokens,
     SequenceUpdate,
     StepPlan,
     StepResult,
@@ -90,6 +91,15 @@ def expected_tokens(request: Request, index: int, max_model_len: int, pool: int)
     return out
 
 
+def expected_embedding(request: Request) -> bytes:
+    """What an embedded prompt must give, computed at once."""
+    assert request.pooling is not None
+    values = content(_root(request), np.array(request.prompt_token_ids))
+    with np.errstate(over="ignore"):
+        sums = {"last": values[-1], "cls": values[0], "mean": values.sum(dtype=np.uint64)}
+    return sums[request.pooling.kind].tobytes()
+
+
 class AuditFailure(BaseException):
     """A plan or the KV cache is wrong. No `Exception`: an engine ends a step's requests on those."""
 
@@ -145,9 +155,25 @@ class NullRunner:
         self.losses = 0
         self.copies = 0
         self.closed = False
+        self._pooled: dict[str, bytes] = {}
         self.waiting: WaitingQueue | None = None  # audited too where it is told
         self.longest_whole = limits.lane_set().longest_whole
         self.chunked = self.longest_whole is None
+
+    def _pool(self, item: ScheduledTokens, values: np.ndarray) -> bytes | None:
+        """An embedding: the KV number of the last or the first position, or the sum of all."""
+        sequence, kind = item.sequence, item.sequence.request.pooling.kind
+        position, before = sequence.draw_state if item.start and kind != "last" else (0, 0)
+        assert kind == "last" or position == item.start, "a part is missing, or counts twice"
+        with np.errstate(over="ignore"):
+            if kind == "last":
+                found = values[-1]
+            elif kind == "cls":
+                found = before if item.start else values[0]
+            else:
+                found = values.sum(dtype=np.uint64) + (before if item.start else np.uint64(0))
+        sequence.draw_state = item.start + item.count, found
+        return found.tobytes() if item.start + item.count == sequence.num_tokens else None
 
     def execute(self, step: StepPlan) -> StepResult:
         try:
@@ -179,7 +205,9 @@ class NullRunner:
         self.lanes_used[tuple(part.lane for part in step.parts)] += 1
         results = [self._compute(part) for part in step.parts]
         prompt = {k: v for result in results for k, v in result.prompt_logprobs.items()}
-        return StepResult(np.concatenate([result.tokens for result in results]), (), prompt)
+        pooled, self._pooled = self._pooled, {}
+        tokens = np.concatenate([result.tokens for result in results])
+        return StepResult(tokens, (), prompt, pooled=pooled)
 
     def _compute(self, part: StepPlan) -> StepResult:
         """One lane's batch."""
@@ -209,6 +237,10 @@ class NullRunner:
                 root, batch.token_ids[first:end], int(batch.positions[first]), bases[i]
             )
             self.kv[slots[first:end]] = values
+            if item.sequence.request.pooling is not None:
+                assert not item.samples and not item.all_logits
+                if (embedding := self._pool(item, values)) is not None:
+                    self._pooled[item.sequence.request.id] = embedding
         for i, item in enumerate(part.items):
             self._verify(
                 item.sequence, table[i], int(batch.context_lens[i]), item.start + item.count
@@ -415,7 +447,7 @@ def model_info(max_model_len: int = 4096, **changes: object) -> ModelInfo:
         "name": "null", "architecture": "Null", "max_model_len": max_model_len, "vocab_size": VOCAB,
         "eos_token_ids": EOS, "device": "null", "device_reason": "", "backend": "null", "dtype": "float32",
         "kv_dtype": "float32", "block_size": 16, "num_kv_blocks": 0, "kv_bytes": 0, "weight_bytes": 0,
-        "max_num_seqs": 0, "max_num_batched_tokens": 0,
+        "max_num_seqs": 0, "max_num_batched_tokens": 0, "tasks": ("generate", "embed"),
     }  # fmt: skip
     return ModelInfo(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -464,7 +496,7 @@ def request(
     """A request; a prompt given by length is random, and its own by `name`. Greedy unless told otherwise."""
     fields = {
         k: params.pop(k)
-        for k in ("priority", "cache_salt", "adapter", "image_hashes")
+        for k in ("priority", "cache_salt", "adapter", "image_hashes", "pooling")
         if k in params
     }
     if isinstance(prompt, int):

@@ -68,7 +68,7 @@ def test_a_backend_with_nothing_but_a_name_has_every_answer() -> None:
         name = "bare"
 
     made = Bare()
-    assert made.api_version == API_VERSION == (1, 1)
+    assert made.api_version == API_VERSION == (1, 2)
     assert "does not implement probe" in made.probe().reason and not made.probe().devices
     assert made.capabilities("bare") == Capabilities()
     assert made.torch_device("bare") == "cpu" and made.torch_device("bare:cuda:1") == "cuda:1"

@@ -232,7 +232,7 @@ def test_a_lines_mistake_is_its_own() -> None:
         b"nonsense\n",
         b'{"custom_id": "lost", "body": {}}\n',
         b'{"custom_id": "odd", "url": "/v1/completions", "body": {}, "extra": 1}\n',
-        line("url", "/v1/embeddings"),
+        line("url", "/v1/rerank"),
         line("twice"),
         line("twice"),
         line("stream", stream=True),

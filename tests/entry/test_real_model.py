@@ -55,6 +55,22 @@ def test_int4_weights_answer_and_are_told_of(small_server: Any) -> None:
     assert "KV cache in float16: chosen beside int4 weights" in shown
 
 
+def test_embeddings_are_the_same_beside_a_chat(real: openai.OpenAI) -> None:
+    texts = ["A cat sleeps on the sofa.", "A short one.", "Prices rose. " * 20]
+
+    def embed(given: Any) -> list[list[float]]:
+        return [item.embedding for item in real.embeddings.create(model=MODEL, input=given).data]
+
+    alone = [embed(text)[0] for text in texts]
+    with ThreadPoolExecutor() as pool:
+        talk = pool.submit(chat, real, max_tokens=60)
+        together = embed(texts)
+        assert talk.result().choices[0].message.content == "The capital of France is Paris."
+    for one, other in zip(alone, together, strict=True):
+        assert len(one) == 576 and sum(x * x for x in one) == pytest.approx(1, abs=1e-5)
+        assert one == pytest.approx(other, abs=1e-6)
+
+
 def test_streamed_logprobs_equal_those_at_once(real: openai.OpenAI) -> None:
     options: dict[str, Any] = {
         "seed": 7,

@@ -238,7 +238,7 @@ def test_bodies_that_are_too_large(http: httpx.Client) -> None:
 
 def test_routes_that_are_not_there(http: httpx.Client) -> None:
     error_of(http.get("/nope"), 404)
-    error_of(http.post("/v1/embeddings", json={}), 404)
+    error_of(http.post("/v1/rerank", json={}), 404)
     error_of(http.get(COMPLETIONS), 405)
     error_of(http.post("/v1/models"), 405)
 

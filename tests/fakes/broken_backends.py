@@ -31,7 +31,7 @@ class Sound(Backend):
         return Probe(devices=("sound",))
 
     def capabilities(self, device: str) -> Capabilities:
-        return Capabilities(block_sizes=(16,), quantization=("int4",), swap=True)
+        return Capabilities(block_sizes=(16,), quantization=("int4",), swap=True, encoders=True)
 
     def ops(self, device: str) -> Ops:
         import broken_ops

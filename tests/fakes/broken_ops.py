@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -399,3 +400,55 @@ class Donating(Ops):
     def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
         assert handle.pair is not None, "a consumed handle was read"
         return super().paged_attention(q, handle.pair, meta, **options)
+
+
+class EncodesCausally(Ops):
+    """Positions do not see those behind them."""
+
+    def encoder_attention(self, q: Any, k: Any, v: Any, meta: Any, *, scale: float) -> Any:
+        out = torch.zeros_like(q)
+        starts = meta.batch.query_start.tolist()
+        for a, b in itertools.pairwise(starts):
+            if a < b:
+                heads = (x[a:b].transpose(0, 1) for x in (q, k, v))
+                out[a:b] = torch.nn.functional.scaled_dot_product_attention(
+                    *heads, is_causal=True, scale=scale, enable_gqa=True
+                ).transpose(0, 1)
+        return out
+
+
+class EncodesHeadsInTurn(Ops):
+    """Query head h reads KV head h modulo their number."""
+
+    def encoder_attention(self, q: Any, k: Any, v: Any, meta: Any, *, scale: float) -> Any:
+        turns = (1, q.shape[1] // k.shape[1], 1)
+        return super().encoder_attention(q, k.repeat(turns), v.repeat(turns), meta, scale=scale)
+
+
+class NormsWithoutBias(Ops):
+    """The bias is left out."""
+
+    def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
+        return super().layer_norm(x, weight, torch.zeros_like(bias), eps)
+
+
+class NormsByTheWrongVariance(Ops):
+    """Of n numbers the variance has n - 1 in its denominator."""
+
+    def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
+        away = x - x.mean(-1, keepdim=True)
+        return away / (x.var(-1, keepdim=True) + eps).sqrt() * weight + bias
+
+
+class ActivatesByOneGelu(Ops):
+    """The one with tanh."""
+
+    def activation(self, x: Any, kind: Any) -> Any:
+        return super().activation(x, "gelu_tanh" if kind == "gelu" else kind)
+
+
+class LetsNegativesPass(Ops):
+    """relu of a number is the number."""
+
+    def activation(self, x: Any, kind: Any) -> Any:
+        return x if kind == "relu" else super().activation(x, kind)

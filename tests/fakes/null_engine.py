@@ -3,6 +3,8 @@
 Token i of a sample's output is byte i of a fixed sentence, or of what follows "say:" in the prompt;
 then EOS. So every expected text can be written down. A line break is said by ␤. NULL_ENGINE_TEMPLATE in
 the environment is another chat template, NULL_ENGINE_SPECIAL has further special tokens.
+
+A prompt's embedding is its first eight token ids. NULL_ENGINE_TASKS: what it is for.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+import numpy as np
 import tokenizers
 
 from octavo.core.config import ConfigError, EngineConfig
@@ -21,6 +24,7 @@ from octavo.core.engine import ModelInfo
 from octavo.core.entry.front import Front
 from octavo.core.loading.gguf_tokenizer import byte_alphabet
 from octavo.core.loading.tokenizer import Tokenizer
+from octavo.core.pooling import EmbeddingInfo
 from octavo.core.types import (
     ParamError,
     Request,
@@ -103,6 +107,16 @@ class NullEngine:
             max_num_seqs=config.max_num_seqs,
             phases={"weights": 0.01},
             capabilities={"dtypes": ("float32",), "seeded_sampling": True},
+            tasks=tuple(os.environ.get("NULL_ENGINE_TASKS", "generate embed").split()),  # type: ignore[arg-type]
+            embedding=EmbeddingInfo(
+                pooling="mean",
+                normalize=False,
+                source="the tests",
+                size=8,
+                dimensions=(2, 4),
+                max_tokens=256,
+            ),
+            not_a_task="the null engine was told not to",
         )
         self._running: dict[str, _Running] = {}
         self._seen: set[str] = set()
@@ -163,7 +177,7 @@ class NullEngine:
         reason: Any = None
         tokens = [token]
         if params.max_tokens == 0:
-            tokens, reason = [], "length"
+            tokens, reason = [], "length" if request.pooling is None else "stop"
         elif token == EOS and not params.ignore_eos:
             reason = "stop"
         elif running.done >= (params.max_tokens or 10**9):
@@ -192,6 +206,7 @@ class NullEngine:
                 prompt_logprobs=prompt_logprobs if i == min(running.open) else None,
                 num_cached_tokens=16 if request.cache_salt is None and first else 0,
                 timings=times if first or reason else None,
+                embedding=_embedding(request),
             )
             for i in sorted(running.open)
         ]
@@ -204,6 +219,18 @@ class NullEngine:
 
     def shutdown(self) -> None:
         self._running.clear()
+
+
+def _embedding(request: Request) -> bytes | None:
+    pooling = request.pooling
+    if pooling is None or "embed nothing" in byte_tokenizer().decode(request.prompt_token_ids):
+        return None
+    row = np.zeros(8)
+    row[: len(request.prompt_token_ids)] = request.prompt_token_ids[:8]
+    row = row[: pooling.dimensions]
+    if pooling.dimensions is not None or pooling.normalize:
+        row /= np.linalg.norm(row)
+    return row.astype("<f4").tobytes()
 
 
 class NullStats(msgspec.Struct):

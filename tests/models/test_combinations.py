@@ -195,7 +195,7 @@ def test_aborts_in_the_middle(folder: Path, speculating: bool, swapping: bool) -
     if speculating:
         options["speculative_config"] = DRAFTS
     if swapping:
-        options |= {"num_kv_blocks": 11, "swap_space": 0.05, "preemption_mode": "swap"}
+        options |= {"num_kv_blocks": 12, "swap_space": 0.05, "preemption_mode": "swap"}
     with opened(folder, **options) as llm:
         for way, steps in itertools.product(WAYS, (1, 3, 7)):
             ready = [llm.tokenize(PROMPT), llm.tokenize(PROMPT)]
@@ -216,3 +216,4 @@ def test_aborts_in_the_middle(folder: Path, speculating: bool, swapping: bool) -
                 if not engine.has_unfinished():
                     break
             assert tokens == plain(folder, "greedy")[0][0]
+        assert (llm._engine.stats().swaps > 0) == swapping

@@ -11,13 +11,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from sentence_models import embed, encoder, expected, numbers, save
 from tiny_models import engine, everything, greedy, prompt_of, reference, run, tokens_of
 
 from octavo.core.config import ConfigError
 from octavo.core.entry import wiring
+from octavo.core.types import RequestRefused
 from octavo.plugins import (
     Backend,
     Batch,
+    Capabilities,
     ExecutionPlan,
     Lane,
     Limits,
@@ -84,6 +87,46 @@ def test_padding_changes_nothing(llama: tuple[Path, Any], padded: list[Batch]) -
     assert {b.block_tables[0].shape[1] for b in padded} <= {4, 32}
     assert {len(b.logits_rows) for b in padded} == {4, 12}
     assert any(b.num_tokens < len(b.token_ids) for b in padded)
+
+
+@pytest.mark.parametrize("kind", ["mean", "last", "cls"])
+def test_padding_is_no_part_of_an_embedding(
+    llama: tuple[Path, Any], padded: list[Batch], kind: str
+) -> None:
+    folder, model = llama
+    made = engine(folder, device="padded", max_num_seqs=8)
+    requests = [embed(f"e{i}", prompt_of(11 + 13 * i, seed=i), kind) for i in range(4)]
+    talk = [greedy(f"t{i}", prompt_of(9 + i, seed=i), 6) for i in range(3)]
+    found = run(made, *requests, *talk)
+    for r in requests:
+        wanted = expected(model.model, r.prompt_token_ids, kind)
+        got = numbers(found[r.id][0].embedding)
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    for r in talk:
+        assert tokens_of(found[r.id]) == reference(model, r.prompt_token_ids, 6)[0]
+    assert any(b.num_tokens < len(b.token_ids) for b in padded)
+
+
+def test_encoders_run_where_a_backend_says_that_they_can(
+    tmp_path: Path, padded: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = encoder("Bert")
+    save(model, tmp_path)
+    with pytest.raises(ConfigError, match="padded has no attention for encoders"):
+        engine(tmp_path, device="padded", num_kv_blocks=None)
+    monkeypatch.setattr(Padded, "capabilities", lambda *_: Capabilities(encoders=True))
+    made = engine(tmp_path, device="padded", num_kv_blocks=None, max_num_seqs=8)
+    assert made.info.embedding is not None and made.info.embedding.max_tokens == 32
+    requests = [
+        embed(f"e{n}", [2 + t % 99 for t in prompt_of(n)], "mean") for n in (3, 7, 30, 11, 32)
+    ]
+    found = run(made, *requests)
+    for r in requests:
+        wanted = expected(model, r.prompt_token_ids, "mean")
+        got = numbers(found[r.id][0].embedding)
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RequestRefused, match="33 tokens"):
+        made.add(embed("long", prompt_of(33), "mean"))
 
 
 def test_a_backend_with_too_few_rows_is_refused_at_the_start(

@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from sentence_models import embed
 from tiny_models import beam_scores, engine, greedy, prompt_of, run, tokens_of
 
+from octavo.core.config import ConfigError
 from octavo.core.entry import wiring
-from octavo.core.types import Request
+from octavo.core.types import ParamError, Request
 from octavo.plugins import (
     Backend,
     Capabilities,
@@ -168,6 +170,17 @@ def requests_of(count: int) -> list[Request]:
     made.append(greedy("biased", prompt_of(9, seed=51), 6, logit_bias={5: 100.0}))
     made.append(greedy("scored", prompt_of(12, seed=52), 4, prompt_logprobs=2, logprobs=3))
     return made
+
+
+def test_what_runs_only_compiled_programs_embeds_nothing(
+    llama: tuple[Path, Any], static: bool
+) -> None:
+    made = engine(llama[0], device="static", max_num_seqs=8, num_kv_blocks=14)
+    with pytest.raises(ParamError, match="compiled for generating"):
+        made.add(embed("e", [5, 6], "last"))
+    made.shutdown()
+    with pytest.raises(ConfigError, match=r"compiled for generating.*--device cpu"):
+        engine(llama[0], device="static", max_num_seqs=8, num_kv_blocks=14, task="embed")
 
 
 def test_static_shapes_give_the_same_tokens(llama: tuple[Path, Any], static: bool) -> None:

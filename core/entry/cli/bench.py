@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry.cli import (
+    bench_embeddings,
     bench_kv_waste,
     bench_latency,
     bench_linear,
@@ -52,6 +53,7 @@ _KINDS = {
     "sharing": bench_sharing,
     "variants": bench_variants,
     "swap": bench_swap,
+    "embeddings": bench_embeddings,
 }
 
 

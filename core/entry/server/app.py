@@ -19,6 +19,7 @@ from octavo.core.entry.server.access import Access, ApiKey
 from octavo.core.entry.server.capabilities import capabilities
 from octavo.core.entry.server.chat import chat_completions, render_tokenize
 from octavo.core.entry.server.completions import completions
+from octavo.core.entry.server.embeddings import embeddings
 from octavo.core.entry.server.errors import ApiError, as_api_error, bad_request, for_status
 from octavo.core.entry.server.http import Answer, Call, Endpoint, error_headers
 from octavo.core.entry.server.metrics import Metrics
@@ -63,6 +64,7 @@ def build_app(state: ServerState) -> ASGIApp:
             post("/v1/chat/completions", chat_completions),
             post("/v1/completions", completions),
             post("/v1/responses", responses),
+            post("/v1/embeddings", embeddings),
             post("/tokenize", _tokenize),
             post("/detokenize", _detokenize),
             get("/v1/models", _models),

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 import octavo
+from octavo.core.entry.server.embeddings import EmbeddingRequest
 from octavo.core.entry.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from octavo.core.entry.server.responses_request import ResponsesRequest
 from octavo.core.entry.server.state import ServerState
@@ -34,6 +35,8 @@ def capabilities(state: ServerState, request: Request) -> dict[str, Any]:
             "dtype": info.dtype,
             "quantization": info.quantization,
             "weight_bytes": info.weight_bytes,
+            "tasks": info.tasks,
+            "embedding": info.embedding,
         },
         "device": {
             "device": info.device,
@@ -65,6 +68,7 @@ def capabilities(state: ServerState, request: Request) -> dict[str, Any]:
             "/v1/chat/completions": honoured(ChatRequest),
             "/v1/completions": honoured(CompletionRequest),
             "/v1/responses": sorted(ResponsesRequest.honoured()),
+            "/v1/embeddings": honoured(EmbeddingRequest),
         },
     }
 

@@ -34,6 +34,7 @@ async def chat_completions(state: ServerState, call: Call) -> Answer:
     request = state.decode(call, ChatRequest)
     state.ready()
     model = state.check_model(request.model)
+    state.check_task("generate")
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     params, reading, outputs = await begun(state, request, kind)
     answer = _ChatAnswer(state, call, request, params, reading)

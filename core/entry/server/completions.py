@@ -37,6 +37,7 @@ async def completions(state: ServerState, call: Call) -> Answer:
     request = state.decode(call, CompletionRequest)
     llm = state.ready()
     model = state.check_model(request.model)
+    state.check_task("generate")
     request.check()
     state.check_queue()
     params = request.sampling(llm.inputs.default_params)

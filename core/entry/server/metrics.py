@@ -171,6 +171,7 @@ def _request_metrics(stats: RequestStats) -> Iterable[Metric]:
         ("requests_received", "Requests handed to the engine", stats.received),
         ("prompt_tokens", "Prompt tokens processed", stats.prompt_tokens),
         ("generation_tokens", "Output tokens that callers got", stats.generation_tokens),
+        ("embeddings", "Embeddings that callers got", stats.embeddings),
         ("recomputed_tokens", "Tokens computed again after preemption", stats.recomputed_tokens),
         ("samples_started", "Samples begun: n for each request", stats.samples_started),
     ):

@@ -9,6 +9,7 @@ import msgspec
 
 import octavo
 from octavo.core.entry.server import protocol, schema
+from octavo.core.entry.server.embeddings import MAX_INPUTS, EmbeddingRequest
 from octavo.core.entry.server.responses_request import LOGPROBS, NEUTRAL, ResponsesRequest
 from octavo.core.entry.server.tools import MAX_TOOLS
 from octavo.core.types import MAX_LOGPROBS
@@ -28,6 +29,10 @@ _ROUTES: tuple[tuple[str, str, str, Any, Any, Any, tuple[int, ...]], ...] = (
         "/v1/responses", "post", "Answer items by items",
         ResponsesRequest, schema.Response, schema.ResponseEvent, _GENERATION_ERRORS,
     ),
+    (
+        "/v1/embeddings", "post", "Embed inputs",
+        EmbeddingRequest, schema.EmbeddingList, None, _GENERATION_ERRORS,
+    ),
     ("/tokenize", "post", "Text or a conversation to token ids",
      protocol.TokenizeRequest, schema.Tokens, None, (400, 404, 413, 503)),
     ("/detokenize", "post", "Token ids to text",
@@ -43,7 +48,7 @@ _ROUTES: tuple[tuple[str, str, str, Any, Any, Any, tuple[int, ...]], ...] = (
 )  # fmt: skip
 
 _TOKEN = {"type": "integer", "minimum": 0}
-_PROMPT = {
+_PROMPT: dict[str, Any] = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
@@ -64,6 +69,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "max_tokens": {"minimum": 0},
     "max_completion_tokens": {"minimum": 1},
     "max_output_tokens": {"minimum": 1},
+    "dimensions": {"minimum": 1},
     "temperature": {"minimum": 0},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": 2**31 - 1},
@@ -247,7 +253,13 @@ def _describe(component: dict[str, Any], reference: dict[Any, Any]) -> None:
         item = reference[schema.Message]
         messages: dict[str, Any] = {"type": "array", "items": item, "minItems": 1}
         properties["messages"] = messages if required else {"anyOf": [messages, {"type": "null"}]}
-    if "input" in properties:
+    if "encoding_format" in properties:
+        inputs = {
+            **_PROMPT,
+            "anyOf": [{**form, "maxItems": MAX_INPUTS} for form in _PROMPT["anyOf"]],
+        }
+        properties["input"] = inputs
+    elif "input" in properties:
         properties.update(_RESPONSES)
         for name, neutral in NEUTRAL.items():
             known = {"enum": [None, *neutral], "default": None, "description": "not supported"}

@@ -35,6 +35,7 @@ async def responses(state: ServerState, call: Call) -> Answer:
     request = state.decode(call, ResponsesRequest)
     state.ready()
     model = state.check_model(request.model)
+    state.check_task("generate")
     try:
         params, reading, outputs = await begun(state, request.as_chat(), RequestOutputKind.DELTA)
     except Exception as error:

@@ -172,6 +172,30 @@ class CompletionChoice(_Answer):
     prompt_token_ids: list[int] | None = None
 
 
+class Embedding(_Answer):
+    """embedding: numbers, or with encoding_format base64 their bytes as little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(_Answer):
+    """Tokens over all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(_Answer):
+    """Answer of /v1/embeddings, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class Completion(_Answer):
     """Answer of /v1/completions, and of a stream each chunk."""
 

@@ -13,6 +13,7 @@ from octavo.core.entry.formats import AUTO, Formats, choose_formats
 from octavo.core.entry.server.errors import ApiError
 from octavo.core.entry.server.http import Call
 from octavo.core.entry.server.protocol import Body, decode, decode_lenient
+from octavo.core.pooling import Task
 
 
 @dataclass
@@ -100,6 +101,16 @@ class ServerState:
                 f"{self.max_queue} wait; try again soon",
                 code="queue_full",
             )
+
+    def check_task(self, task: Task) -> None:
+        """Refuses what the model served is not for.
+
+        Raises:
+            ApiError: a 400 that says why.
+        """
+        info = self.llm.info
+        if task not in info.tasks:
+            raise ApiError(400, info.not_a_task, param="model", code="unsupported")
 
     def decode(self, call: Call, kind: type[Body]) -> Body:
         """The body of a call. A lenient server names in a header what it left out.

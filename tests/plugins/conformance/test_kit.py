@@ -82,6 +82,12 @@ BROKEN: dict[str, set[str]] = {
     "RanksFromZero": {"token_logprobs"},
     "LogprobsInTwos": {"token_logprobs"},
     "StoresTooMuch": {"store_packed"},
+    "EncodesCausally": {"encoder_attention/whole", "encoder_attention/shared"},
+    "EncodesHeadsInTurn": {"encoder_attention/shared"},
+    "NormsWithoutBias": {"layer_norm"},
+    "NormsByTheWrongVariance": {"layer_norm"},
+    "ActivatesByOneGelu": {"activation/gelu"},
+    "LetsNegativesPass": {"activation/relu"},
 }
 
 
