@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.core import types
+from octavo.core import params, types
 from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.cli.settings import ENGINE, SERVER, Setting
 from octavo.core.entry.embedding import EmbeddingRequestOutput, PoolingParams
@@ -30,7 +30,7 @@ REQUESTS = {
     "POST /detokenize": protocol.DetokenizeRequest,
 }
 DATA = (
-    types.SamplingParams,
+    params.SamplingParams,
     types.RequestOutput,
     types.CompletionOutput,
     types.Logprob,

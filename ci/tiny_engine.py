@@ -109,7 +109,8 @@ def tokens_of(folder: Path, device: str, options: dict[str, Any]) -> list[list[i
     """What six requests generate, by request and sample, in a cache too small for all of them."""
     from octavo.core.config import EngineConfig
     from octavo.core.entry.wiring import build_engine
-    from octavo.core.types import Request, SamplingParams
+    from octavo.core.params import SamplingParams
+    from octavo.core.types import Request
 
     engine = build_engine(
         EngineConfig.from_kwargs(

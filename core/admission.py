@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from octavo.core.blocks import BlockManager
 from octavo.core.contract_data import Lane
 from octavo.core.lanes import LaneError, LaneSet
-from octavo.core.types import ParamError, Request, RequestRefused
+from octavo.core.params import ParamError, RequestRefused
+from octavo.core.types import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,14 +38,9 @@ import msgspec
 import numpy as np
 
 from octavo.core.outcome import sequence_update, stop_reason
+from octavo.core.params import SamplingParams
 from octavo.core.sequence import Sequence
-from octavo.core.types import (
-    BeamCandidates,
-    FinishReason,
-    SamplingParams,
-    SequenceUpdate,
-    TokenLogprobs,
-)
+from octavo.core.types import BeamCandidates, FinishReason, SequenceUpdate, TokenLogprobs
 
 if TYPE_CHECKING:
     from octavo.core.beam_text import BeamText

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Collection, Sequence
 
 from octavo.core.loading.tokenizer import Tokenizer
-from octavo.core.types import SamplingParams
+from octavo.core.params import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 _PROMPT_TAIL = 8

@@ -11,18 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from octavo.core.params import ParamError, RequestRefused
 from octavo.core.pooling import EmbeddingInfo, Task
 from octavo.core.scheduler import AbortTarget, Scheduler
 from octavo.core.stats import SchedulerStats
 from octavo.core.structured import Grammars
-from octavo.core.types import (
-    ParamError,
-    Request,
-    RequestRefused,
-    SequenceUpdate,
-    StepPlan,
-    StepResult,
-)
+from octavo.core.types import Request, SequenceUpdate, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from octavo.core.beam_text import BeamTexts

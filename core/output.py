@@ -14,6 +14,7 @@ import msgspec
 
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.loading.tokenizer import Tokenizer
+from octavo.core.params import RequestOutputKind, SamplingParams
 from octavo.core.request_stats import RequestStats, worst
 from octavo.core.stop import StopChecker
 from octavo.core.types import (
@@ -22,8 +23,6 @@ from octavo.core.types import (
     Logprob,
     LogprobsAt,
     RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
     SequenceUpdate,
     Timings,
     TokenLogprobs,

@@ -10,7 +10,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from octavo.core.types import FinishReason, SamplingParams, Timings
+from octavo.core.params import SamplingParams
+from octavo.core.types import FinishReason, Timings
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

@@ -20,32 +20,13 @@ from octavo.core.bad_words import BadWords, VocabularyIndex
 from octavo.core.batch import prompt_logprob_rows
 from octavo.core.beam_candidates import beam_candidates, forked
 from octavo.core.contract import Ops, SampleInputs
+from octavo.core.logit_changes import Penalties, change_logits, id_array, index_at
 from octavo.core.sequence import Ahead
 from octavo.core.sequence import Sequence as Seq
-from octavo.core.structured import Grammars, allows, only
-from octavo.core.types import Int32, Int64, ScheduledTokens, StepPlan, StepResult, TokenLogprobs
+from octavo.core.structured import Grammars
+from octavo.core.types import Int64, ScheduledTokens, StepPlan, StepResult, TokenLogprobs
 
 _SLICE = 64  # rows of prompt logits normalised at a time: bounds the memory of a float32 copy
-
-
-class Penalties:
-    """Which tokens a sequence holds and how often it put them out; grows by a token at a time."""
-
-    def __init__(self, sequence: Seq) -> None:
-        prompt = sequence.tokens[: sequence.num_prompt]
-        self._place = {int(t): i for i, t in enumerate(np.unique(prompt))}
-        self.ids = list(self._place)
-        self.counts = [0] * len(self.ids)
-        self._seen = sequence.num_prompt
-
-    def advance(self, sequence: Seq | Ahead) -> None:
-        for token in sequence.tokens[self._seen : sequence.num_tokens].tolist():
-            place = self._place.setdefault(token, len(self.ids))
-            if place == len(self.ids):
-                self.ids.append(token)
-                self.counts.append(0)
-            self.counts[place] += 1
-        self._seen = sequence.num_tokens
 
 
 class DrawState:
@@ -59,14 +40,14 @@ class DrawState:
     ) -> None:
         params, request = sequence.request.params, sequence.request
         self.allowed = (
-            _ids(params.allowed_token_ids) if params.allowed_token_ids is not None else None
+            id_array(params.allowed_token_ids) if params.allowed_token_ids is not None else None
         )
         self.bias = params.logit_bias or None
-        self.bias_ids = _ids(list(self.bias)) if self.bias else None
+        self.bias_ids = id_array(list(self.bias)) if self.bias else None
         stops = set(params.stop_token_ids or ())
         if not params.ignore_eos:
             stops.update(request.eos_token_ids)
-        self.early = _ids(sorted(stops)) if params.min_tokens and stops else None
+        self.early = id_array(sorted(stops)) if params.min_tokens and stops else None
         self.bad_words: BadWords | None = None
         if params.bad_words:
             words = [word.encode() for word in params.bad_words]
@@ -129,10 +110,6 @@ def sample_program(ops: Ops) -> Callable[[torch.Tensor, SampleInputs], torch.Ten
         return torch.where(finite, picked, -1)
 
     return sample
-
-
-def _ids(values: Sequence[int]) -> Int64:
-    return np.array(values, np.int64)
 
 
 class Sampler:
@@ -201,7 +178,7 @@ class Sampler:
         raw = drawn
         if changed:
             raw = drawn.clone() if wanted else drawn
-            self._change(drawn, sequences, states, changed)
+            change_logits(self._ops, drawn, sequences, states, changed)
         inputs = self._sample_inputs(plan.lane, items, sequences, states, size)
         tokens = self._draw(drawn, inputs)[:count]
         logprobs: list[TokenLogprobs | None] = []
@@ -211,7 +188,7 @@ class Sampler:
         if wanted:
             logprobs = [None] * count
             counts = [states[i].logprobs or 0 for i in wanted]
-            chosen = raw[:count] if len(wanted) == count else raw[_at(wanted, raw)]
+            chosen = raw[:count] if len(wanted) == count else raw[index_at(wanted, raw)]
             for i, entry in zip(
                 wanted, token_logprobs(chosen, tokens[wanted], counts, self._ops), strict=True
             ):
@@ -299,91 +276,6 @@ class Sampler:
         if not drafts:  # whose rows are no siblings
             self._inputs[lane] = states, inputs
         return inputs
-
-    # ------------------------------------------------------------------------ changing logits
-
-    def _change(
-        self,
-        logits: torch.Tensor,
-        sequences: Sequence[Seq | Ahead],
-        states: list[DrawState],
-        changed: list[int],
-    ) -> None:
-        masks: dict[int, Int32] = {}
-        ahead: dict[DrawState, Seq] = {}  # whose grammars went ahead over drafts
-        for i in changed:
-            state, sequence = states[i], sequences[i]
-            row = logits[i]
-            if isinstance(sequence, Ahead) and state.grammar is not None:
-                if i - 1 not in masks or not allows(masks[i - 1], sequence.draft):
-                    continue  # the draft will not be taken: whatever is drawn behind it is dropped
-                ahead[state] = sequence.sequence
-            if state.allowed is not None:
-                allowed = torch.from_numpy(state.allowed).to(logits.device)
-                kept = row[allowed].clone()
-                row.fill_(float("-inf"))
-                row[allowed] = kept
-            if state.bad_words is not None:
-                state.bad_words.advance(
-                    sequence.tokens[sequence.num_prompt : sequence.num_tokens].tolist()
-                )
-                row[_at(state.bad_words.banned(), row)] = float("-inf")
-            early = state.early
-            if early is not None and sequence.num_output >= sequence.request.params.min_tokens:
-                early = None
-            if state.grammar is not None:
-                state.grammar.advance(sequence)
-                masks[i] = state.grammar.mask()
-                if early is not None and only(masks[i], early):
-                    early = None  # the text is complete: it ends, though it is short
-            if early is not None:
-                row[_at(early, row)] = float("-inf")
-            if state.bias is not None and state.bias_ids is not None:
-                bias = torch.tensor(
-                    list(state.bias.values()), dtype=torch.float32, device=row.device
-                )
-                row[_at(state.bias_ids, row)] += bias
-        for state, behind in ahead.items():
-            assert state.grammar is not None
-            state.grammar.advance(behind)  # back to where it is
-        penalised = [i for i in changed if states[i].penalties is not None]
-        if penalised:
-            self._penalise(logits, sequences, states, penalised)
-        if masks:
-            rows = torch.tensor(list(masks), dtype=torch.int64, device=logits.device)
-            words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
-            self._ops.mask_logits(logits, rows, words)
-
-    @staticmethod
-    def _penalise(
-        logits: torch.Tensor,
-        sequences: Sequence[Seq | Ahead],
-        states: list[DrawState],
-        penalised: list[int],
-    ) -> None:
-        sizes, ids, counts = [], [], []
-        for i in penalised:
-            penalties = states[i].penalties
-            assert penalties is not None
-            penalties.advance(sequences[i])
-            sizes.append(len(penalties.ids))
-            ids.extend(penalties.ids)
-            counts.extend(penalties.counts)
-
-        def spread(name: str) -> torch.Tensor:
-            values = [getattr(sequences[i].request.params, name) for i in penalised]
-            return torch.from_numpy(np.repeat(np.array(values, np.float32), sizes)).to(
-                logits.device
-            )
-
-        row = _at(np.repeat(np.array(penalised, np.int64), sizes), logits)
-        column = _at(_ids(ids), logits)
-        count = torch.tensor(counts, dtype=torch.float32, device=logits.device)
-        repetition = spread("repetition_penalty")
-        values = logits[row, column]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= spread("frequency_penalty") * count + spread("presence_penalty") * (count > 0)
-        logits[row, column] = values
 
     # --------------------------------------------------------------------------- log-probabilities
 
@@ -482,17 +374,13 @@ class StaticSampler(Sampler):
         return StepResult(tokens, logprobs, found.prompt_logprobs, candidates)
 
 
-def _at(index: Any, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(index, np.int64)).to(like.device)
-
-
 def token_logprobs(
     logits: torch.Tensor, tokens: Int64, counts: Sequence[int], ops: Ops
 ) -> list[TokenLogprobs]:
     """Per row of raw logits [L, V] float32: the log-softmax of `tokens[i]`, its rank, and the
     `counts[i]` most likely tokens (-1: all of them)."""
     vocab = logits.shape[-1]
-    chosen = _at(tokens, logits).clamp_min(0)  # -1, a failed draw, has no log-probability
+    chosen = index_at(tokens, logits).clamp_min(0)  # -1, a failed draw, has no log-probability
     logprobs, ranks, norm = ops.token_logprobs(logits, chosen)
     chosen_logprobs, chosen_ranks = logprobs.tolist(), ranks.tolist()
     widest = max(vocab if c < 0 else min(c, vocab) for c in counts)

@@ -34,6 +34,7 @@ from octavo.core.beams import Beam, BeamGroup, advance
 from octavo.core.blocks import BlockManager, extend_hashes, root_hash
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.outcome import sequence_update, stop_reason
+from octavo.core.params import ParamError
 from octavo.core.planner import MAX_PREEMPTIONS, Planner
 from octavo.core.pooling import finish_pooled
 from octavo.core.roster import Group, Roster
@@ -41,7 +42,6 @@ from octavo.core.sequence import Sequence
 from octavo.core.stats import SchedulerStats
 from octavo.core.swap import Swap
 from octavo.core.types import (
-    ParamError,
     Request,
     ScheduledTokens,
     SequenceUpdate,

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from octavo.core.types import Int32, Int64, ParamError, StructuredOutputsParams
+from octavo.core.params import ParamError, StructuredOutputsParams
+from octavo.core.types import Int32, Int64
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

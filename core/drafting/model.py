@@ -19,9 +19,10 @@ import numpy as np
 
 from octavo.core.blocks import BlockManager
 from octavo.core.lanes import Room
+from octavo.core.params import SamplingParams
 from octavo.core.runner import Runner
 from octavo.core.sequence import Sequence as Seq
-from octavo.core.types import Request, SamplingParams, ScheduledTokens, StepPlan
+from octavo.core.types import Request, ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 

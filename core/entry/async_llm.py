@@ -35,15 +35,10 @@ from octavo.core.entry.pulse import Pulse
 from octavo.core.loading.progress import Progress
 from octavo.core.loading.tokenizer import Tokenizer
 from octavo.core.output import OutputProcessor, SampleId, merge_outputs
+from octavo.core.params import ParamError, RequestRefused, SamplingParams
 from octavo.core.request_stats import RequestStats
 from octavo.core.structured import check as check_grammar
-from octavo.core.types import (
-    ParamError,
-    Request,
-    RequestOutput,
-    RequestRefused,
-    SamplingParams,
-)
+from octavo.core.types import Request, RequestOutput
 
 __all__ = ["AsyncLLM", "EngineDeadError"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.core.types import LogprobsAt, RequestOutput, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import LogprobsAt, RequestOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

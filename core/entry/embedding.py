@@ -12,15 +12,9 @@ import numpy as np
 
 from octavo.core.engine import ModelInfo
 from octavo.core.entry.inputs import InputProcessor, Prompt, PromptInput, check_cache_salt
+from octavo.core.params import ParamError, RequestOutputKind, SamplingParams
 from octavo.core.pooling import EmbeddingInfo, Pooling
-from octavo.core.types import (
-    ParamError,
-    Request,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    Timings,
-)
+from octavo.core.types import Request, RequestOutput, Timings
 
 _NOTHING = SamplingParams(
     max_tokens=0, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY

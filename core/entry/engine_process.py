@@ -29,7 +29,7 @@ import msgspec
 from octavo.core.config import ConfigError, EngineConfig, prepare_thread_environment
 from octavo.core.entry import messages
 from octavo.core.loading.errors import ModelError
-from octavo.core.types import ParamError, RequestRefused
+from octavo.core.params import ParamError, RequestRefused
 
 
 def main() -> None:

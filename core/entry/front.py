@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import EngineConfig
-from octavo.core.types import ParamError, SamplingParams
+from octavo.core.params import ParamError, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.core.loading.files import ModelFiles

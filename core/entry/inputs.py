@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from octavo.core.loading.tokenizer import Tokenizer
+from octavo.core.params import ParamError, RequestRefused, SamplingParams
 from octavo.core.structured import check as check_grammar
-from octavo.core.types import ParamError, Request, RequestRefused, SamplingParams
+from octavo.core.types import Request
 
 log = logging.getLogger("octavo")
 

@@ -31,13 +31,8 @@ from octavo.core.entry.inputs import (
 from octavo.core.entry.preload import collector_paused, preload_torch
 from octavo.core.loading.tokenizer import Tokenizer
 from octavo.core.output import OutputProcessor
-from octavo.core.types import (
-    ParamError,
-    Request,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-)
+from octavo.core.params import ParamError, RequestOutputKind, SamplingParams
+from octavo.core.types import Request, RequestOutput
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from octavo.core.batch import BatchBuilder
 from octavo.core.blocks import root_hash
+from octavo.core.params import SamplingParams
 from octavo.core.sequence import Sequence as EngineSequence
-from octavo.core.types import Batch, Request, SamplingParams, ScheduledTokens, StepPlan
+from octavo.core.types import Batch, Request, ScheduledTokens, StepPlan
 from octavo.plugins import ExecutionPlan, Lane
 from octavo.plugins.conformance.case import Dice, NotOffered
 

@@ -15,7 +15,8 @@ import numpy as np
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.engine import Engine
 from octavo.core.loading.errors import ModelError
-from octavo.core.types import Request, RequestRefused, SamplingParams, SequenceUpdate
+from octavo.core.params import RequestRefused, SamplingParams
+from octavo.core.types import Request, SequenceUpdate
 from octavo.plugins import Backend
 from octavo.plugins.conformance import tiny
 from octavo.plugins.conformance.case import (

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from octavo.core.entry.beam_search import BeamSearchOutput, BeamSearchParams
     from octavo.core.entry.embedding import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
     from octavo.core.entry.llm import LLM
-    from octavo.core.types import RequestOutput, SamplingParams
+    from octavo.core.params import SamplingParams
+    from octavo.core.types import RequestOutput
 
 _LAZY = {
     "LLM": "octavo.core.entry.llm",
     "AsyncLLM": "octavo.core.entry.async_llm",
-    "SamplingParams": "octavo.core.types",
+    "SamplingParams": "octavo.core.params",
     "RequestOutput": "octavo.core.types",
     "BeamSearchOutput": "octavo.core.entry.beam_search",
     "BeamSearchParams": "octavo.core.entry.beam_search",

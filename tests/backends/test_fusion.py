@@ -16,7 +16,8 @@ from octavo.backends.cpu.ops import CpuOps
 from octavo.core.config import EngineConfig
 from octavo.core.contract import fusion_stands
 from octavo.core.entry.wiring import build_engine
-from octavo.core.types import Request, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request
 from octavo.plugins import LayerSpec, Ops
 
 calls: list[str] = []

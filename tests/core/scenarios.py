@@ -10,9 +10,10 @@ from support import EOS, VOCAB, Rig, expected_embedding, expected_tokens, reques
 
 from octavo.core.contract import Lane
 from octavo.core.lanes import LaneSet
+from octavo.core.params import RequestRefused
 from octavo.core.pooling import Pooling
 from octavo.core.scheduler import MAX_PREEMPTIONS
-from octavo.core.types import Request, RequestRefused, StepPlan
+from octavo.core.types import Request, StepPlan
 from octavo.core.waiting import MAX_PREFIX_WAITS
 
 

@@ -24,13 +24,13 @@ from octavo.core.contract import Lane
 from octavo.core.drafting.speculation import Speculation
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.host_pool import HostPool
+from octavo.core.params import SamplingParams
 from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler
 from octavo.core.sequence import Sequence
 from octavo.core.swap import Swap
 from octavo.core.types import (
     Batch,
     Request,
-    SamplingParams,
     ScheduledTokens,
     SequenceUpdate,
     StepPlan,

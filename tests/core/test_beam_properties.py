@@ -20,8 +20,9 @@ from scenarios import Scenario, random_lanes
 from support import Rig, expected_tokens, request, rig
 
 from octavo.core import planner
+from octavo.core.params import RequestRefused
 from octavo.core.scheduler import MAX_PREEMPTIONS
-from octavo.core.types import Request, RequestRefused
+from octavo.core.types import Request
 
 LONGEST = 28
 _seen: Counter[str] = Counter()

@@ -7,7 +7,7 @@ import pytest
 from beam_support import BeamRunner, beams, check, letters
 from support import rig
 
-from octavo.core.types import ParamError, RequestRefused, SamplingParams
+from octavo.core.params import ParamError, RequestRefused, SamplingParams
 
 
 @pytest.mark.parametrize("stopping", [False, True, "never"])

@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 from support import VOCAB, Rig, expected_tokens, model_info, request, rig
 
 from octavo.core.engine import Engine, EngineStuck
-from octavo.core.types import (
-    ParamError,
-    RequestRefused,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-)
+from octavo.core.params import ParamError, RequestRefused, SamplingParams
+from octavo.core.types import StepPlan, StepResult
 
 POOL = 10**6
 

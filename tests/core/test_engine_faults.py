@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from support import EOS, VOCAB, Rig, expected_tokens, request, rig
 
+from octavo.core.params import RequestRefused
 from octavo.core.scheduler import MAX_PREEMPTIONS
-from octavo.core.types import RequestRefused, StepPlan
+from octavo.core.types import StepPlan
 
 POOL = 10**6
 

@@ -10,7 +10,8 @@ from support import Rig, request, rig
 
 from octavo.core.contract import Lane
 from octavo.core.lanes import LaneError, LaneSet
-from octavo.core.types import RequestRefused, StepPlan
+from octavo.core.params import RequestRefused
+from octavo.core.types import StepPlan
 
 
 def apart(**changes: Any) -> tuple[Lane, ...]:

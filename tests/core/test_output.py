@@ -9,13 +9,8 @@ import pytest
 from null_engine import EOS, byte_tokenizer
 
 from octavo.core.output import OutputProcessor, merge_outputs
-from octavo.core.types import (
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    SequenceUpdate,
-    TokenLogprobs,
-)
+from octavo.core.params import RequestOutputKind, SamplingParams
+from octavo.core.types import RequestOutput, SequenceUpdate, TokenLogprobs
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 

@@ -8,8 +8,9 @@ from support import Rig, expected_embedding, expected_tokens, model_info, reques
 
 from octavo.core.engine import Engine
 from octavo.core.output import OutputProcessor
+from octavo.core.params import ParamError, RequestRefused
 from octavo.core.pooling import Pooling
-from octavo.core.types import ParamError, Request, RequestRefused, StepPlan
+from octavo.core.types import Request, StepPlan
 
 PROMPT = list(range(2, 82))  # five blocks of 16
 

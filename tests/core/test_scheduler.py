@@ -7,8 +7,9 @@ from support import Rig, expected_tokens, request, rig
 
 from octavo.core.admission import SchedulerLimits
 from octavo.core.blocks import BlockManager
+from octavo.core.params import ParamError, RequestRefused
 from octavo.core.scheduler import MAX_PREEMPTIONS, Scheduler
-from octavo.core.types import ParamError, RequestRefused, StepPlan
+from octavo.core.types import StepPlan
 
 
 def ids(plan: StepPlan) -> list[tuple[str, int, int]]:

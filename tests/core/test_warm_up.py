@@ -10,7 +10,8 @@ from scenarios import LANE_SHAPES, random_lanes, random_scenario, scenario_reque
 from support import rig
 
 from octavo.core.contract import Lane
-from octavo.core.types import Batch, RequestRefused
+from octavo.core.params import RequestRefused
+from octavo.core.types import Batch
 from octavo.core.warm_up import example_batches, shapes
 
 Shape = tuple[int, ...]

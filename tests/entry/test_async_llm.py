@@ -17,7 +17,7 @@ from null_engine import load
 from octavo import AsyncLLM, SamplingParams
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry.engine_client import EngineDeadError
-from octavo.core.types import ParamError, RequestOutputKind, RequestRefused
+from octavo.core.params import ParamError, RequestOutputKind, RequestRefused
 
 DELTA = RequestOutputKind.DELTA
 FINAL = RequestOutputKind.FINAL_ONLY

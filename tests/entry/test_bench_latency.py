@@ -12,7 +12,7 @@ from octavo import LLM
 from octavo.core.config import EngineConfig
 from octavo.core.entry.bench import latency
 from octavo.core.entry.cli.main import main
-from octavo.core.types import ParamError
+from octavo.core.params import ParamError
 
 
 def null_llm(config: EngineConfig) -> LLM:

@@ -22,7 +22,7 @@ from octavo.core.config import ConfigError
 from octavo.core.entry.cli.main import main
 from octavo.core.entry.cli.sampling import parse_typed
 from octavo.core.entry.terminal.talk import complete
-from octavo.core.types import ParamError
+from octavo.core.params import ParamError
 
 FAKES = Path(__file__).parents[1] / "fakes"
 NULL = [sys.executable, str(FAKES / "null_chat.py")]

@@ -20,7 +20,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.entry.batch_file import run_batch
 from octavo.core.entry.embedding import EmbeddingFailed
 from octavo.core.entry.server import schema
-from octavo.core.types import ParamError
+from octavo.core.params import ParamError
 
 PATH = "/v1/embeddings"
 

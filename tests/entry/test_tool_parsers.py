@@ -20,8 +20,8 @@ from octavo.core.entry.tools.llama3 import Llama3Parser
 from octavo.core.entry.tools.mistral import MistralParser
 from octavo.core.entry.tools.pythonic import PythonicParser
 from octavo.core.loading import chat
+from octavo.core.params import StructuredOutputsParams
 from octavo.core.structured import grammar_text, make_tokenizer
-from octavo.core.types import StructuredOutputsParams
 
 TOOLS = [Tool("f", {}), Tool("g", {}), Tool("get_weather", {})]
 NESTED = (

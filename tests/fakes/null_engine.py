@@ -24,15 +24,9 @@ from octavo.core.engine import ModelInfo
 from octavo.core.entry.front import Front
 from octavo.core.loading.gguf_tokenizer import byte_alphabet
 from octavo.core.loading.tokenizer import Tokenizer
+from octavo.core.params import ParamError, RequestRefused
 from octavo.core.pooling import EmbeddingInfo
-from octavo.core.types import (
-    ParamError,
-    Request,
-    RequestRefused,
-    SequenceUpdate,
-    Timings,
-    TokenLogprobs,
-)
+from octavo.core.types import Request, SequenceUpdate, Timings, TokenLogprobs
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
 VOCAB = FIRST_BYTE + 256

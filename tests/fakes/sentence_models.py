@@ -11,8 +11,9 @@ import torch
 import transformers
 from tiny_models import BASE, VOCAB
 
+from octavo.core.params import SamplingParams
 from octavo.core.pooling import Pooling
-from octavo.core.types import Request, SamplingParams
+from octavo.core.types import Request
 
 WORDS = [
     "the",

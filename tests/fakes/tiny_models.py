@@ -11,7 +11,8 @@ import transformers
 from octavo.core.config import EngineConfig
 from octavo.core.engine import Engine
 from octavo.core.entry.wiring import build_engine
-from octavo.core.types import Request, SamplingParams, SequenceUpdate
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request, SequenceUpdate
 
 VOCAB = 101
 BASE: dict[str, Any] = {

@@ -10,7 +10,8 @@ from tiny_models import make, prompt_of
 
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry.wiring import build_engine
-from octavo.core.types import Request, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request
 
 LENGTHS = (3, 17, 33, 70, 8, 64, 1, 29)
 

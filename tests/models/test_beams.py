@@ -13,7 +13,7 @@ from byte_model import EOS, byte_llama
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core.entry.bench.reference_model import load_transformers
-from octavo.core.types import StructuredOutputsParams
+from octavo.core.params import StructuredOutputsParams
 
 PROMPTS = ["The capital of France is", "Once upon a time, there was"]
 

@@ -17,12 +17,8 @@ import pytest
 from byte_model import byte_llama
 
 from octavo import LLM
-from octavo.core.types import (
-    CompletionOutput,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from octavo.core.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from octavo.core.types import CompletionOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

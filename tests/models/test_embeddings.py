@@ -18,7 +18,7 @@ from octavo.core.entry.embedding import EmbeddingFailed
 from octavo.core.entry.wiring import resolve_model
 from octavo.core.loading.errors import ModelConfigError
 from octavo.core.loading.tokenizer import load_tokenizer
-from octavo.core.types import ParamError, RequestRefused
+from octavo.core.params import ParamError, RequestRefused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}

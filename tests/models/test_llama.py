@@ -27,7 +27,8 @@ from tiny_models import (
 
 from octavo.core.config import ConfigError
 from octavo.core.loading.errors import ModelConfigError, WeightsError
-from octavo.core.types import Request, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

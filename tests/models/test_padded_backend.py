@@ -16,7 +16,7 @@ from tiny_models import engine, everything, greedy, prompt_of, reference, run, t
 
 from octavo.core.config import ConfigError
 from octavo.core.entry import wiring
-from octavo.core.types import RequestRefused
+from octavo.core.params import RequestRefused
 from octavo.plugins import (
     Backend,
     Batch,

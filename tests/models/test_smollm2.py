@@ -23,7 +23,8 @@ from octavo.core.engine import Engine
 from octavo.core.entry.bench.compare import first_difference
 from octavo.core.entry.wiring import build_engine, resolve_model
 from octavo.core.loading.files import ModelFiles
-from octavo.core.types import Request, SamplingParams, SequenceUpdate
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request, SequenceUpdate
 
 HERE = Path(__file__).parent
 TIE = 1e-3  # logits

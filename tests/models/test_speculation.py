@@ -10,7 +10,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.core.config import ConfigError
 from octavo.core.entry.bench.speculation import TASKS
-from octavo.core.types import StructuredOutputsParams
+from octavo.core.params import StructuredOutputsParams
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 6, "adaptive": False}
 CASES: dict[str, dict[str, Any]] = {

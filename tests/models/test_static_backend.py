@@ -17,7 +17,8 @@ from tiny_models import beam_scores, engine, greedy, prompt_of, run, tokens_of
 
 from octavo.core.config import ConfigError
 from octavo.core.entry import wiring
-from octavo.core.types import ParamError, Request
+from octavo.core.params import ParamError
+from octavo.core.types import Request
 from octavo.plugins import (
     Backend,
     Capabilities,

@@ -19,14 +19,9 @@ from tiny_models import engine, run, tokens_of
 from octavo.backends.cpu.ops import CpuOps
 from octavo.core import structured
 from octavo.core.contract import Ops
+from octavo.core.params import STRUCTURED_KINDS, ParamError, SamplingParams, StructuredOutputsParams
 from octavo.core.structured import Grammars, GrammarState, check
-from octavo.core.types import (
-    STRUCTURED_KINDS,
-    ParamError,
-    Request,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from octavo.core.types import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,7 +21,8 @@ from octavo.core import ops as portable
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.engine import Engine
 from octavo.core.entry.wiring import build_engine, resolve_model
-from octavo.core.types import Request, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request
 from octavo.plugins import Backend, Ops
 from octavo.plugins.conformance.engine_cases import engine as engine_on
 

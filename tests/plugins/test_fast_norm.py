@@ -16,7 +16,8 @@ GENERATE = """
 import json, sys
 from octavo.core.config import EngineConfig
 from octavo.core.entry.wiring import build_engine
-from octavo.core.types import Request, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request
 from octavo_fast_norm.kernel import Norm
 
 calls, own = [], Norm.__call__

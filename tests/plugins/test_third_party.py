@@ -17,7 +17,8 @@ GENERATE = """
 import json, sys
 from octavo.core.config import EngineConfig
 from octavo.core.entry.wiring import build_engine
-from octavo.core.types import Request, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request
 from octavo.plugins.manager import plugins
 
 row = next(r for r in plugins().devices() if r.word == "toy")

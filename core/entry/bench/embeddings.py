@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.entry.bench.workload import make_workload
+from octavo.core.params import SamplingParams
 from octavo.core.pooling import Pooling, PoolingKind
-from octavo.core.types import Request, SamplingParams
+from octavo.core.types import Request
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,9 @@ from octavo.core.admission import SchedulerLimits
 from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, nearest
 from octavo.core.entry.bench.contiguous import ALLOCATORS, Allocator, Chunk
+from octavo.core.params import SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.core.types import Request, SamplingParams, StepPlan, StepResult
+from octavo.core.types import Request, StepPlan, StepResult
 
 STATES = ("used", "reserved", "internal", "external", "free")
 

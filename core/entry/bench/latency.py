@@ -13,7 +13,7 @@ from octavo.core.entry.bench.load import Sample
 from octavo.core.entry.bench.stats import COLUMNS, columns, milliseconds, summary
 from octavo.core.entry.bench.workload import Encode, Item, fixed_lengths
 from octavo.core.entry.llm import LLM
-from octavo.core.types import SamplingParams
+from octavo.core.params import SamplingParams
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 

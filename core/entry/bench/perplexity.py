@@ -24,7 +24,8 @@ import numpy as np
 from octavo.core.config import ConfigError
 from octavo.core.engine import Engine, ModelInfo
 from octavo.core.entry.bench.stats import columns
-from octavo.core.types import Request, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.core import logit_changes, sampler
 from octavo.core.engine import Engine
 from octavo.core.instruments import Instruments
 from octavo.core.runner import Runner
@@ -124,7 +125,7 @@ def profiled(engine: Engine, outputs: Any, profile: Profile) -> Iterator[None]:
             (runner._backend, "prepare", timed("prepare", runner._backend.prepare)),
             (runner, "_forward", timed("forward", runner._forward)),
             (runner._sampler, "run", timed("sample", runner._sampler.run)),
-            (runner._sampler, "_change", within("changing logits", runner._sampler._change)),
+            (sampler, "change_logits", within("changing logits", logit_changes.change_logits)),
         ]
     else:
         replaced.append((runner, "execute", timed("forward", runner.execute)))

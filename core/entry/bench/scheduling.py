@@ -22,8 +22,9 @@ from octavo.core.blocks import BlockManager
 from octavo.core.contract import Lane
 from octavo.core.entry.bench.machine import describe
 from octavo.core.entry.bench.stats import columns, summary
+from octavo.core.params import SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.core.types import Request, SamplingParams, StepResult
+from octavo.core.types import Request, StepResult
 
 _FORMAT = 1  # counts changes of the JSON's meaning
 _BLOCK = 16

@@ -25,9 +25,10 @@ from octavo.core.entry.bench import plots
 from octavo.core.entry.bench.kv_waste import Lengths
 from octavo.core.entry.bench.stats import columns, markdown
 from octavo.core.entry.bench.workload import Encode, fixed_lengths
+from octavo.core.params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.core.sharing import held
-from octavo.core.types import Request, SamplingParams, StepPlan, StepResult
+from octavo.core.types import Request, StepPlan, StepResult
 
 PAPER = {
     ("samples", "alpaca"): (0.061, 0.098),

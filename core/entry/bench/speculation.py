@@ -12,7 +12,7 @@ from typing import Any
 from octavo.core.entry.bench import plots
 from octavo.core.entry.bench.stats import columns, markdown
 from octavo.core.entry.llm import LLM
-from octavo.core.types import SamplingParams
+from octavo.core.params import SamplingParams
 
 _PASSAGE = (
     "The harbour master keeps three books. In the first he writes the name of every ship, in the second "

@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
     add_engine_options(parser)
     config = engine_config(parser.parse_args(arguments))
     from octavo.core.entry.llm import LLM
-    from octavo.core.types import SamplingParams
+    from octavo.core.params import SamplingParams
 
     found: dict[str, Any] = {"begun": BEGUN, "imported": time.monotonic()}
     with LLM.from_config(config) as llm:

@@ -13,7 +13,8 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.engine import Engine
 from octavo.core.entry.bench.counting import PHASES, Chunk
 from octavo.core.instruments import Instruments
-from octavo.core.types import Request, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request
 
 _OWN = {"linear": "linear", "attention": "attention", "sampling": "sampling"}
 _WARM = 2  # decode steps at full width that are run before those that count

@@ -15,14 +15,8 @@ from octavo.core.entry.bench.profile import Profile, profiled
 from octavo.core.entry.bench.workload import Item, Workload
 from octavo.core.loading.tokenizer import Tokenizer
 from octavo.core.output import OutputProcessor
-from octavo.core.types import (
-    Request,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-    Timings,
-)
+from octavo.core.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from octavo.core.types import Request, RequestOutput, Timings
 
 OnTokens = Callable[[int], None]
 

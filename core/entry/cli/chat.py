@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     sampling = sampling_values(options)
     from octavo.core.entry.terminal.partners import LocalPartner, RemotePartner
     from octavo.core.entry.terminal.talk import Chat
-    from octavo.core.types import SamplingParams
+    from octavo.core.params import SamplingParams
 
     SamplingParams(**sampling)  # a mistake is told before a model is loaded
     history = state_dir() / "chat_history" if options.history else None

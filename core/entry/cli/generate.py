@@ -20,7 +20,8 @@ from octavo.core.entry.cli.sampling import add_sampling_options, sampling_values
 if TYPE_CHECKING:
     from octavo.core.entry.inputs import Prompt
     from octavo.core.entry.llm import LLM
-    from octavo.core.types import CompletionOutput, RequestOutput, SamplingParams
+    from octavo.core.params import SamplingParams
+    from octavo.core.types import CompletionOutput, RequestOutput
 
 _MAX_TOKENS = 256
 
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
     if options.batch is not None:
         _batch(options, config)
         return
-    from octavo.core.types import SamplingParams
+    from octavo.core.params import SamplingParams
 
     SamplingParams(**values)  # a mistake is told before a model is loaded
     jobs = jobs_of(options)

@@ -160,7 +160,7 @@ def _show_config(options: argparse.Namespace, module: ModuleType) -> None:
 def _exit_code(error: Exception) -> int | None:
     """2 for a mistake in what was asked, 1 for a failure in what was done, None for a bug."""
     from octavo.core.entry.engine_client import EngineDeadError
-    from octavo.core.types import ParamError
+    from octavo.core.params import ParamError
 
     if isinstance(error, (ConfigError, ModelError, ParamError)):
         return 2

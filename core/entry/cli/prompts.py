@@ -37,7 +37,7 @@ class Job:
         Raises:
             ConfigError: it cannot be used; says where it stands.
         """
-        from octavo.core.types import ParamError
+        from octavo.core.params import ParamError
 
         try:
             if self.form == "prompt_token_ids":
@@ -88,7 +88,7 @@ def _lines(name: str) -> Iterator[Job]:
 
 
 def _job(line: str, where: str) -> Job:
-    from octavo.core.types import ParamError, SamplingParams
+    from octavo.core.params import ParamError, SamplingParams
 
     try:
         value = json.loads(line)

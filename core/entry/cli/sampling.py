@@ -85,7 +85,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _grammar(text: str) -> Any:
-    from octavo.core.types import ParamError, StructuredOutputsParams
+    from octavo.core.params import ParamError, StructuredOutputsParams
 
     try:
         data = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
@@ -124,7 +124,7 @@ def parse_typed(name: str, text: str) -> Any:
     Raises:
         ConfigError, ParamError: no such parameter, or a value that it cannot have.
     """
-    from octavo.core.types import SamplingParams
+    from octavo.core.params import SamplingParams
 
     name = name.replace("-", "_")
     if name not in CHAT:

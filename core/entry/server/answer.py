@@ -10,7 +10,8 @@ import msgspec
 
 from octavo.core.entry.server.errors import ApiError
 from octavo.core.entry.server.http import Call
-from octavo.core.types import CompletionOutput, MissReason, RequestOutput, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import CompletionOutput, MissReason, RequestOutput
 
 _encode = msgspec.json.Encoder().encode
 

@@ -26,7 +26,8 @@ from octavo.core.entry.server.tools import (
     tool_use,
 )
 from octavo.core.entry.tools.prompt import with_tools
-from octavo.core.types import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from octavo.core.params import RequestOutputKind, SamplingParams
+from octavo.core.types import CompletionOutput, RequestOutput
 
 
 async def chat_completions(state: ServerState, call: Call) -> Answer:

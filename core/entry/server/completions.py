@@ -20,13 +20,8 @@ from octavo.core.entry.server.logprobs import (
 )
 from octavo.core.entry.server.protocol import CompletionRequest
 from octavo.core.entry.server.state import ServerState
-from octavo.core.types import (
-    CompletionOutput,
-    LogprobsAt,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-)
+from octavo.core.params import RequestOutputKind, SamplingParams
+from octavo.core.types import CompletionOutput, LogprobsAt, RequestOutput
 
 MAX_SAMPLES = 4096
 """Prompts times n of one request: it is answered as a whole, and must be held until then."""

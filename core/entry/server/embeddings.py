@@ -20,7 +20,7 @@ from octavo.core.entry.inputs import Prompt, PromptInput
 from octavo.core.entry.server.errors import ApiError, bad_request
 from octavo.core.entry.server.http import Call
 from octavo.core.entry.server.state import ServerState
-from octavo.core.types import ParamError
+from octavo.core.params import ParamError
 
 MAX_INPUTS = 2048
 """Inputs of one request, as in OpenAI's API: it is answered as a whole."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.entry.engine_client import EngineDeadError
-from octavo.core.types import ParamError
+from octavo.core.params import ParamError
 
 
 class ApiError(Exception):

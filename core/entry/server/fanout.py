@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 
 from octavo.core.entry.async_llm import AsyncLLM
 from octavo.core.entry.inputs import Prompt
-from octavo.core.types import RequestOutput, SamplingParams
+from octavo.core.params import SamplingParams
+from octavo.core.types import RequestOutput
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 

@@ -12,7 +12,7 @@ from octavo.core.entry.server import protocol, schema
 from octavo.core.entry.server.embeddings import MAX_INPUTS, EmbeddingRequest
 from octavo.core.entry.server.responses_request import LOGPROBS, NEUTRAL, ResponsesRequest
 from octavo.core.entry.server.tools import MAX_TOOLS
-from octavo.core.types import MAX_LOGPROBS
+from octavo.core.params import MAX_LOGPROBS
 
 _GENERATION_ERRORS = (400, 404, 413, 429, 500, 503)
 # (path, method, summary, request, answer, event of a stream, statuses of errors)

@@ -17,7 +17,7 @@ import msgspec
 from octavo.core.config import nearest
 from octavo.core.entry.server.errors import bad_request, refuse_unsupported, unsupported
 from octavo.core.entry.server.structured import structured_outputs
-from octavo.core.types import MAX_LOGPROBS, SamplingParams
+from octavo.core.params import MAX_LOGPROBS, SamplingParams
 
 MAX_LOGIT_BIAS = 1024
 """Entries in logit_bias."""

@@ -24,7 +24,8 @@ from octavo.core.entry.server.logprobs import TokenNames, chat_logprobs
 from octavo.core.entry.server.responses_request import ResponsesRequest, in_own_words
 from octavo.core.entry.server.state import ServerState
 from octavo.core.entry.server.tools import Reading
-from octavo.core.types import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from octavo.core.params import RequestOutputKind, SamplingParams
+from octavo.core.types import CompletionOutput, RequestOutput
 
 _encode = msgspec.json.Encoder().encode
 Event = dict[str, Any]

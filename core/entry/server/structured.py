@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.core.config import nearest
 from octavo.core.entry.server.errors import bad_request
-from octavo.core.types import STRUCTURED_KINDS, ParamError, StructuredOutputsParams
+from octavo.core.params import STRUCTURED_KINDS, ParamError, StructuredOutputsParams
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _FORMATS = ("text", "json_object", "json_schema")

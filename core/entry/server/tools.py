@@ -18,8 +18,8 @@ from octavo.core.entry.server.errors import bad_request
 from octavo.core.entry.server.protocol import ChatRequest
 from octavo.core.entry.tools.base import Tool, ToolParser
 from octavo.core.entry.tools.grammar import arguments_schema, calls_grammar
+from octavo.core.params import ParamError, SamplingParams, StructuredOutputsParams
 from octavo.core.structured import check as check_grammar
-from octavo.core.types import ParamError, SamplingParams, StructuredOutputsParams
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")

@@ -17,7 +17,7 @@ from octavo.core.entry.cli.failure import CommandFailed
 from octavo.core.entry.cli.sampling import CHAT, parse_typed, shown_values
 from octavo.core.entry.terminal.lines import Lines
 from octavo.core.entry.terminal.partners import Message, Partner, Piece
-from octavo.core.types import ParamError
+from octavo.core.params import ParamError
 
 COMMANDS = {
     "/help": "this list",

@@ -29,13 +29,8 @@ from tiny_models import (
 )
 
 from octavo.core.engine import Engine
-from octavo.core.types import (
-    Request,
-    RequestRefused,
-    SamplingParams,
-    SequenceUpdate,
-    StructuredOutputsParams,
-)
+from octavo.core.params import RequestRefused, SamplingParams, StructuredOutputsParams
+from octavo.core.types import Request, SequenceUpdate
 
 BLOCK = 128
 

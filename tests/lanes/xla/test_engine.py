@@ -10,7 +10,8 @@ import tiny_models as tiny
 
 from octavo.backends.xla import bridge
 from octavo.core.engine import Engine
-from octavo.core.types import Request, SamplingParams, SequenceUpdate
+from octavo.core.params import SamplingParams
+from octavo.core.types import Request, SequenceUpdate
 
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grouped heads": ("Llama", {}, {}),

@@ -35,7 +35,7 @@ class Octavo:
         self.notes = {"device": str(info.device), "dtype": str(info.dtype)}
 
     def run(self, items: list[Item]) -> list[list[int]]:
-        from octavo.core.types import SamplingParams
+        from octavo.core.params import SamplingParams
 
         done = self._llm.generate(
             [item.prompt for item in items],
