@@ -155,17 +155,23 @@ def test_a_cell(folder: Path, way: str, situation: str, speculating: bool, strea
 
 def preempt_often(engine: Any) -> None:
     """Every few steps all that run give up their blocks, as if they had run out."""
-    step, roster = engine.step, engine.scheduler.roster
+    step = engine.step
     steps = itertools.count(1)
 
     def after_a_preemption() -> Any:
         if next(steps) in (3, 9, 17):
-            for sequence in list(roster.running):
-                if sequence.running:  # else it is a beam, and went with another
-                    roster.preempt(sequence)
+            preempt_all(engine)
         return step()
 
     engine.step = after_a_preemption
+
+
+def preempt_all(engine: Any) -> None:
+    """All that run give up their blocks."""
+    roster = engine.scheduler.roster
+    for sequence in list(roster.running):
+        if sequence.running:  # else it is a beam, and went with another
+            roster.preempt(sequence)
 
 
 def assert_close(mine: list[Any], theirs: list[Any]) -> None:
@@ -206,6 +212,8 @@ def test_aborts_in_the_middle(folder: Path, speculating: bool, swapping: bool) -
                 if step == steps:
                     engine.abort([gone.id])
                     engine.scheduler.check()
+                if swapping and step == 2:
+                    preempt_all(engine)
                 for update in engine.step():
                     tokens += update.token_ids if update.request_id == stays.id else []
                 engine.scheduler.check()
