@@ -6,6 +6,7 @@ MODEL  ?=
 DEVICE ?= auto
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
+WORKERS ?= 2
 SOURCES := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt')
 
 .PHONY: help setup serve test test-slow lint format types imports clean
@@ -25,7 +26,7 @@ serve: setup ## serve MODEL (default: a small chat model) on HOST:PORT, with DEV
 	$(BIN)/octavo serve $(MODEL) --device $(DEVICE) --host $(HOST) --port $(PORT)
 
 test: lint types imports ## linter, type-checker, import contracts and the fast tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: setup ## the long tests
 	$(BIN)/python -m pytest -m slow --timeout 3600

@@ -17,6 +17,8 @@ from octavo.core.drafting.drafter import SpeculativeConfig
 from octavo.core.drafting.model import ModelDrafter
 from octavo.core.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
