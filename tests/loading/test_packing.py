@@ -178,6 +178,7 @@ print(repr(bits(made)))
 """
 
 
+@pytest.mark.slow
 def test_starts_at_the_same_time(folder: Path) -> None:
     """Whoever comes first writes; nobody waits, nobody reads half a file."""
     begun = [

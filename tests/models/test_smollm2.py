@@ -36,7 +36,7 @@ ALL_SLOW = [  # device, which prompts, how many tokens of each
     pytest.param("auto", ALL, 64, id="auto-all", marks=slow),
     pytest.param("reference", ALL, 64, id="reference-all", marks=[slow, pytest.mark.timeout(3600)]),
 ]
-REFERENCE = pytest.param("reference", slice(3, 48, 11), 16, id="reference-some")
+REFERENCE = pytest.param("reference", slice(3, 48, 11), 16, id="reference-some", marks=slow)
 FAST_AND_SLOW = [pytest.param("auto", SOME, 24, id="auto-some"), *ALL_SLOW]
 
 
