@@ -86,7 +86,7 @@ def scenarios(draw: st.DrawFn, crowd: bool = False) -> Scenario:
 
 
 thorough = settings(
-    max_examples=200,
+    max_examples=300,
     deadline=None,
     derandomize=True,
     database=None,
