@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from octavo.core.config import ConfigError
@@ -62,6 +63,14 @@ class Terminal:
         raise AssertionError(f"{pattern!r} did not come; got {self.seen!r}")
 
     def interrupt(self) -> None:
+        """Sends what Ctrl-C sends, once the child waits for something.
+
+        Python's line editor sees a signal that comes between two of its waits only with the next key.
+        """
+        child = psutil.Process(self.process.pid)
+        deadline = time.monotonic() + 30
+        while child.status() != psutil.STATUS_SLEEPING and time.monotonic() < deadline:
+            time.sleep(0.01)
         self.process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
