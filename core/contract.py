@@ -1,4 +1,4 @@
-"""The seam between the engine and a hardware backend. Version 1.2.
+"""The seam between the engine and a hardware backend. Version 1.3.
 
 A backend is one class with working defaults: give it a `name`, `device_types`, `probe` and a torch
 device and it serves through the portable ops of `octavo.core.ops`; each further method makes it
@@ -63,7 +63,7 @@ __all__ = [
     "fusion_stands",
 ]
 
-API_VERSION = (1, 2)
+API_VERSION = (1, 3)
 """(major, minor) of this contract. A plug-in of another major is refused; a newer minor warns."""
 
 

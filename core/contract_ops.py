@@ -65,6 +65,11 @@ class Ops:
         """The residual stream x [T, hidden] after one layer; may work in place. Optional."""
         raise NotImplementedError("no decoder_layer: `supports` was not asked")
 
+    def decoder_layers(self, x: torch.Tensor, specs: Sequence[LayerSpec], ctx: Ctx) -> torch.Tensor:
+        """The same after several layers in order, for who offers this too. `specs` is the same object in
+        every step. Optional."""
+        raise NotImplementedError("no decoder_layers: `supports` was not asked")
+
     # KV cache: one opaque handle per layer; an op returns the handle to use from now on. The one it was
     # given may be invalid then (donated to the device): the core never touches it again.
 

@@ -41,7 +41,7 @@ class TorchInputs:
     positions: torch.Tensor  # [T] int64
     slots: tuple[torch.Tensor, ...]  # per group [T] int64
     block_tables: tuple[torch.Tensor, ...]  # per group [S, blocks] int64
-    logits_rows: torch.Tensor  # [L] int64
+    logits_rows: torch.Tensor | None  # [L] int64; None: all of T in order
     extra: Any = None  # what a backend's own kernels want
 
 
@@ -49,7 +49,8 @@ def prepare(batch: Batch, prev: StepOut | None, device: str) -> TorchInputs:
     """Uploads a batch as torch tensors."""
 
     def up(array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(array, np.int64)).to(device)
+        tensor = torch.from_numpy(np.asarray(array, np.int64))
+        return tensor if device == "cpu" else tensor.to(device)
 
     return TorchInputs(
         batch=batch,

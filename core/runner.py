@@ -30,6 +30,8 @@ from octavo.core.types import Batch, StepPlan, StepResult, TokenLogprobs
 from octavo.core.warm_up import example_batches
 
 if TYPE_CHECKING:
+    import torch
+
     from octavo.core.host_store import HostStore
 
 
@@ -41,10 +43,16 @@ def forward_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]
     ) -> tuple[StepOut, list[Handle]]:
         ctx = Ctx(weights, kv, inputs)
         hidden = model.hidden(ctx)
-        logits = model.logits(hidden[inputs.logits_rows], ctx)
+        logits = model.logits(_wanted(hidden, inputs), ctx)
         return StepOut(logits=logits), ctx.kv
 
     return forward
+
+
+def _wanted(hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """The rows of hidden [T, H] whose logits are wanted."""
+    rows = inputs.logits_rows
+    return hidden if rows is None else hidden.index_select(0, rows)
 
 
 def embed_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
@@ -56,7 +64,7 @@ def embed_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
     ) -> tuple[StepOut, list[Handle]]:
         ctx = Ctx(weights, kv, inputs)
         hidden = model.hidden(ctx)
-        rows = hidden[inputs.logits_rows]
+        rows = _wanted(hidden, inputs)
         logits = model.logits(rows, ctx) if model.generates else rows
         return StepOut(logits=logits, hidden=hidden), ctx.kv
 

@@ -80,7 +80,7 @@ def _own(inputs: TorchInputs) -> TorchInputs:
         positions=inputs.positions.clone(),
         slots=tuple(t.clone() for t in inputs.slots),
         block_tables=(),
-        logits_rows=inputs.logits_rows.clone(),
+        logits_rows=_rows(inputs).clone(),
         extra=replace(step, tables=tuple(t.clone() for t in step.tables), made={}),
     )
 
@@ -88,4 +88,10 @@ def _own(inputs: TorchInputs) -> TorchInputs:
 def _tensors(inputs: TorchInputs) -> list[torch.Tensor]:
     """What a graph reads of a batch."""
     step = step_of(inputs)
-    return [inputs.token_ids, inputs.positions, *inputs.slots, inputs.logits_rows, *step.tables]
+    return [inputs.token_ids, inputs.positions, *inputs.slots, _rows(inputs), *step.tables]
+
+
+def _rows(inputs: TorchInputs) -> torch.Tensor:
+    """The rows of logits, which this backend always names."""
+    assert inputs.logits_rows is not None
+    return inputs.logits_rows

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.plugins import (
     Backend,
+    Batch,
     Capabilities,
     ExecutionPlan,
+    Inputs,
     Instruments,
     Lane,
     Limits,
@@ -24,12 +26,14 @@ from octavo.plugins import (
     Ops,
     Probe,
     Program,
+    StepOut,
 )
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from octavo.backends.cpu.providers import Provider
+    from octavo.core.ops import TorchInputs
 
 KERNEL_OPS = (
     "write_kv",
@@ -44,6 +48,7 @@ KERNEL_OPS = (
     "linear",
     "embedding",
     "decoder_layer",
+    "decoder_layers",
     "sample",
     "mask_logits",
     "token_logprobs",
@@ -192,6 +197,12 @@ class CpuBackend(Backend):
             providers.measure(threads)
         found = providers.choose(threads)
         return found if found is not None and found.path.format == limits.dtype else None
+
+    def prepare(self, batch: Batch, prev: StepOut | None, device: str) -> Inputs:
+        inputs: TorchInputs = super().prepare(batch, prev, device)
+        if batch.kind == "decode" and batch.num_rows == len(batch.token_ids):
+            inputs.logits_rows = None  # gathering all rows in order would copy them
+        return inputs
 
     def instruments(self, device: str) -> Instruments | None:
         if not kernels().available():

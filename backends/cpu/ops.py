@@ -30,9 +30,9 @@ class CpuKV:
     v: torch.Tensor
     block_size: int
     head_size_v: int
-    # Layers bound to this cache, by the id of their spec. Here and not in the ops: they hold weights
-    # and caches, and must go when the engine lets the cache go.
-    bound: dict[int, _BoundLayer] = field(default_factory=dict, compare=False, repr=False)
+    # Layers bound whose first has this cache, by the id of their spec or specs. Here and not in the ops:
+    # they hold weights and caches, and must go when the engine lets the cache go.
+    bound: dict[int, _BoundStack] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def _layer(scale: float, window: int, softcap: float) -> Any:
     return lib.AttentionLayer(scale, window=window, softcap=softcap)
 
 
-def _layer_step(spec: LayerSpec, handle: CpuKV, meta: TorchInputs) -> Any:
+def _layer_step(spec: LayerSpec, handle: CpuKV, meta: TorchInputs) -> lib.LayerStep:
     """What the fused layer needs of a step: q, k and v are columns of one float32 buffer."""
     columns = (spec.q_heads + 2 * spec.kv_heads) * spec.head_size
     shape: dict[str, Any] = {
@@ -58,18 +58,25 @@ def _layer_step(spec: LayerSpec, handle: CpuKV, meta: TorchInputs) -> Any:
         "head_size_v": spec.head_size,
         "block_size": handle.block_size,
     }
+    tables, starts, contexts, slots, positions = _arrays(meta, spec.group)
     attention = lib.AttentionStep(
-        meta.batch.block_tables[spec.group],
-        meta.batch.query_start,
-        meta.batch.context_lens,
+        tables,
+        starts,
+        contexts,
         q_row_stride=columns,
         out_row_stride=spec.q_heads * spec.head_size,
         q_heads=spec.q_heads,
         **shape,
     )
-    slots = meta.slots[spec.group]
     write = lib.WriteStep(slots, k_row_stride=columns, v_row_stride=columns, **shape)
-    return lib.LayerStep(attention, write, meta.positions)
+    return lib.LayerStep(attention, write, positions)
+
+
+def _arrays(meta: TorchInputs, group: int) -> tuple[Any, Any, Any, Any, Any]:
+    """What a layer of the group needs of a step, as `LayerStep.fill` takes it."""
+    batch = meta.batch
+    tables = batch.block_tables[group]
+    return tables, batch.query_start, batch.context_lens, batch.slots[group], batch.positions
 
 
 def _steps(meta: TorchInputs) -> dict[Any, Any]:
@@ -96,13 +103,16 @@ COVERED = (
 """The ops whose work `decoder_layer` does."""
 
 
-@dataclass(frozen=True, slots=True)
-class _BoundLayer:
-    """A layer's description for the kernel, and what it was made of."""
+@dataclass(slots=True)
+class _BoundStack:
+    """Layers bound to weights and caches for the kernel, what they were bound by, and the steps they
+    share: by KV group and shape, as filled for the inputs `meta`."""
 
-    spec: LayerSpec
+    specs: LayerSpec | Sequence[LayerSpec]
     weights: Mapping[str, Any]
-    layer: Any
+    stack: lib.LayerStack
+    steps: list[tuple[int, lib.LayerStep]]
+    meta: TorchInputs
 
 
 class CpuOps(Ops):
@@ -112,30 +122,60 @@ class CpuOps(Ops):
     """
 
     device = "cpu"
-    fusions: ClassVar = {"decoder_layer": COVERED}
+    fusions: ClassVar = {
+        "decoder_layer": COVERED,
+        "decoder_layers": ("decoder_layer", *COVERED),
+    }
 
     def __init__(self, provider: Provider | None = None) -> None:
         """provider: a library whose products stand in for the kernels' where weights have its format."""
         self._provider = provider
 
     def supports(self, name: str, spec: LayerSpec) -> bool:
-        return name == "decoder_layer" and self._provider is None
+        return name in self.fusions and self._provider is None
 
     def decoder_layer(self, x: torch.Tensor, spec: LayerSpec, ctx: Ctx) -> torch.Tensor:
-        handle: CpuKV = ctx.kv[spec.layer]
-        bound = handle.bound.get(id(spec))
-        if bound is None or bound.weights is not ctx.weights:
-            bound = handle.bound[id(spec)] = self._bind(spec, handle, ctx.weights)
-        steps = _steps(ctx.meta)
-        key = ("layer", spec.group, spec.q_heads, spec.kv_heads, spec.head_size)
-        step = steps.get(key)
-        if step is None:
-            step = steps[key] = _layer_step(spec, handle, ctx.meta)
-        lib.decoder_layer(bound.layer, step, x)
+        return self._run_layers(x, (spec,), spec, ctx)
+
+    def decoder_layers(self, x: torch.Tensor, specs: Sequence[LayerSpec], ctx: Ctx) -> torch.Tensor:
+        return self._run_layers(x, specs, specs, ctx)
+
+    def _run_layers(
+        self,
+        x: torch.Tensor,
+        specs: Sequence[LayerSpec],
+        by: LayerSpec | Sequence[LayerSpec],
+        ctx: Ctx,
+    ) -> torch.Tensor:
+        """`by` is what the bound layers are found again by."""
+        meta: TorchInputs = ctx.meta
+        bound = ctx.kv[specs[0].layer].bound
+        found = bound.get(id(by))
+        if found is None or found.weights is not ctx.weights:
+            found = bound[id(by)] = self._bind_all(specs, by, ctx)
+        elif found.meta is not meta:
+            for group, step in found.steps:
+                step.fill(*_arrays(meta, group))
+            found.meta = meta
+        lib.decoder_layers(found.stack, x)
         return x
 
-    def _bind(self, spec: LayerSpec, handle: CpuKV, weights: Mapping[str, Any]) -> _BoundLayer:
-        layer = lib.DecoderLayer(
+    def _bind_all(
+        self, specs: Sequence[LayerSpec], by: LayerSpec | Sequence[LayerSpec], ctx: Ctx
+    ) -> _BoundStack:
+        steps: dict[tuple[int, ...], lib.LayerStep] = {}
+        mine = []
+        for spec in specs:
+            key = (spec.group, spec.q_heads, spec.kv_heads, spec.head_size)
+            if key not in steps:
+                steps[key] = _layer_step(spec, ctx.kv[spec.layer], ctx.meta)
+            mine.append(steps[key])
+        layers = [self._bind(spec, ctx.kv[spec.layer], ctx.weights) for spec in specs]
+        filled = [(key[0], step) for key, step in steps.items()]
+        return _BoundStack(by, ctx.weights, lib.LayerStack(layers, mine), filled, ctx.meta)
+
+    def _bind(self, spec: LayerSpec, handle: CpuKV, weights: Mapping[str, Any]) -> lib.DecoderLayer:
+        return lib.DecoderLayer(
             norms=(weights[spec.norm_1], weights[spec.norm_2]),
             weights=tuple(weights[n] for n in (spec.qkv, spec.out, spec.gate_up, spec.down)),
             biases=tuple(  # type: ignore[arg-type]
@@ -150,7 +190,6 @@ class CpuOps(Ops):
             rotary_style=lib.INTERLEAVED if spec.interleaved else lib.NEOX,
             act=lib.ACTIVATIONS[spec.act],
         )
-        return _BoundLayer(spec, weights, layer)
 
     def pack_weight(
         self, parts: Mapping[str, torch.Tensor | QuantizedTensor], spec: WeightSpec, dtype: str
@@ -336,7 +375,7 @@ class CpuOps(Ops):
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
     ) -> torch.Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = torch.empty(x.shape, dtype=x.dtype)
         lib.rms_norm(out, x, weight, eps, offset)
         return out
 

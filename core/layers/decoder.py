@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 DECODER_LAYER = "decoder_layer"
 """The fused op of a whole layer, as `Ops.fusions` names it."""
 
+DECODER_LAYERS = "decoder_layers"
+"""That of several layers."""
+
 ROTARY = "rotary"
 """Prefix of the names under which cosine and sine tables stand among the weights."""
 
@@ -154,16 +157,27 @@ class DecoderLayer(Module):
         return self.mlp(x, ctx), residual
 
 
-def run_layers(
-    layers: Sequence[DecoderLayer], norm: RMSNorm, x: torch.Tensor, ctx: Ctx
-) -> torch.Tensor:
-    """The normed hidden states [T, hidden] after all layers, of embeddings x [T, hidden]."""
-    if all(layer.fused is not None for layer in layers):
-        for layer in layers:
-            x = layer.fused(x, layer.spec, ctx)  # type: ignore[misc]  # checked just above
-        return norm(x, ctx)
-    residual = None
-    for layer in layers:
-        x, residual = layer(x, residual, ctx)
-    assert residual is not None
-    return norm.add(x, residual, ctx)[0]
+class Decoder(Module):
+    """The layers of a model and the norm after them, run as one call or layer by layer as the ops offer."""
+
+    def __init__(self, ops: Ops, layers: Sequence[DecoderLayer], norm: RMSNorm) -> None:
+        self.layers, self.norm = list(layers), norm
+        self._specs = tuple(layer.spec for layer in self.layers)
+        fused = [layer.fused for layer in self.layers if layer.fused is not None]
+        self._fused = fused if len(fused) == len(self.layers) else []
+        whole = self._fused and all(ops.fuses(DECODER_LAYERS, spec) for spec in self._specs)
+        self._whole = ops.decoder_layers if whole else None
+
+    def __call__(self, x: torch.Tensor, ctx: Ctx) -> torch.Tensor:
+        """The normed hidden states [T, hidden] after all layers, of embeddings x [T, hidden]."""
+        if self._whole is not None:
+            return self.norm(self._whole(x, self._specs, ctx), ctx)
+        if self._fused:
+            for fused, spec in zip(self._fused, self._specs, strict=True):
+                x = fused(x, spec, ctx)
+            return self.norm(x, ctx)
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, ctx)
+        assert residual is not None
+        return self.norm.add(x, residual, ctx)[0]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError
 from octavo.core.contract import Ctx, ModelShape, Ops
-from octavo.core.layers.decoder import ROTARY, Attention, DecoderLayer, GatedMLP, run_layers
+from octavo.core.layers.decoder import ROTARY, Attention, Decoder, DecoderLayer, GatedMLP
 from octavo.core.layers.module import Embedding, Head, RMSNorm
 from octavo.core.layers.rotary import rope_parameters, rotary_table
 from octavo.core.models.base import Model, full_attention_kv
@@ -35,7 +35,7 @@ class Llama(Model):
         hidden, eps, name = shape.hidden_size, float(config.get("rms_norm_eps", 1e-6)), self.prefix
         qkv_bias, out_bias = self.attention_biases(config)
         self.embedding = Embedding(ops, f"{name}embed_tokens", shape.vocab_size, hidden)
-        self.layers = [
+        layers = [
             DecoderLayer(
                 ops,
                 RMSNorm(ops, f"{name}layers.{i}.input_layernorm", hidden, eps),
@@ -63,7 +63,7 @@ class Llama(Model):
             )
             for i in range(shape.num_layers)
         ]
-        self.norm = RMSNorm(ops, f"{name}norm", hidden, eps)
+        self.decoder = Decoder(ops, layers, RMSNorm(ops, f"{name}norm", hidden, eps))
         if not self.generates:
             return
         tied = bool(config.get("tie_word_embeddings", False))
@@ -108,7 +108,7 @@ class Llama(Model):
 
     def hidden(self, ctx: Ctx) -> torch.Tensor:
         x = self.embedding(ctx.meta.token_ids, ctx)
-        return run_layers(self.layers, self.norm, x, ctx)
+        return self.decoder(x, ctx)
 
     def logits(self, hidden: torch.Tensor, ctx: Ctx) -> torch.Tensor:
         return self.head(hidden, ctx)

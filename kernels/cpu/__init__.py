@@ -46,9 +46,10 @@ from octavo.kernels.cpu.threads import core_count, set_threads, threading, threa
 from octavo.kernels.cpu.weights import (
     PACKING,
     DecoderLayer,
+    LayerStack,
     LayerStep,
     PackedWeight,
-    decoder_layer,
+    decoder_layers,
     linear,
     unpack_rows,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "AttentionLayer",
     "AttentionStep",
     "DecoderLayer",
+    "LayerStack",
     "LayerStep",
     "PackedWeight",
     "WriteStep",
@@ -84,7 +86,7 @@ __all__ = [
     "available",
     "copy_blocks",
     "core_count",
-    "decoder_layer",
+    "decoder_layers",
     "dtype_code",
     "force_isa",
     "gather_blocks",

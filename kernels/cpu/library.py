@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     HostArray = Tensor | np.ndarray[Any, Any]
 
-ABI: Final = 2
+ABI: Final = 3
 F32, BF16, F16, INT8, INT4 = 0, 1, 2, 3, 4
 
 _P, _I, _I64, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -45,6 +46,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "unpack_rows": (_I, [_P, _P, _P, _I64]),
     "linear": (_I, [_P, _P, _I64, _P, _I64, _I64, _P]),
     "decoder_layer": (_I, [_P, _P, _P]),
+    "decoder_layers": (_I, [_P, _P, _I64, _P]),
 }
 
 
@@ -136,7 +138,7 @@ def dtype_code(dtype: Any) -> int:
 
 def kv_dtype_code(dtype: Any) -> int:
     """The same for a KV cache, which may be int8 too."""
-    return INT8 if str(dtype) == "torch.int8" else dtype_code(dtype)
+    return INT8 if _name(dtype) == "int8" else dtype_code(dtype)
 
 
 def address(array: HostArray) -> int:
@@ -145,9 +147,15 @@ def address(array: HostArray) -> int:
     return int(pointer() if pointer is not None else array.ctypes.data)  # type: ignore[union-attr]
 
 
+@cache
+def _name(dtype: Any) -> str:
+    """Of a torch or numpy dtype; cached, as numpy takes longer to write it than a small kernel runs."""
+    return str(dtype).removeprefix("torch.")
+
+
 def host(array: HostArray, name: str, dtype: str, dimensions: int) -> int:
     """The address of a contiguous host array of the given type, or an error that names it."""
-    if str(array.dtype).removeprefix("torch.") != dtype or array.ndim != dimensions:
+    if _name(array.dtype) != dtype or array.ndim != dimensions:
         raise TypeError(
             f"{name} must be a {dimensions}-d array of {dtype}, "
             f"not a {array.ndim}-d one of {array.dtype}"

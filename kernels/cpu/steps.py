@@ -94,6 +94,11 @@ class WriteStep(ctypes.Structure):
         self.keep = slots
         self.address = ctypes.addressof(self)
 
+    def fill(self, slots: HostArray) -> None:
+        """Takes another step's slots."""
+        self.slots, self.tokens = host(slots, "slots", "int64", 1), len(slots)
+        self.keep = slots
+
 
 class AttentionLayer(ctypes.Structure):
     """Everything :func:`paged_attention` needs that one layer never changes."""
@@ -163,20 +168,14 @@ class AttentionStep(ctypes.Structure):
         _check_sizes(head_size, head_size_v, block_size)
         if kv_heads < 1 or q_heads % kv_heads:
             raise ValueError(f"{q_heads} query heads do not divide over {kv_heads} KV heads")
-        sequences, width = block_tables.shape
-        if len(query_start) != sequences + 1 or len(context_lens) != sequences:
-            raise ValueError(
-                f"{sequences} block tables need {sequences + 1} query starts and {sequences} "
-                f"context lengths, not {len(query_start)} and {len(context_lens)}"
-            )
         super().__init__(
-            host(block_tables, "block_tables", "int32", 2),
-            host(query_start, "query_start", "int32", 1),
-            host(context_lens, "context_lens", "int32", 1),
-            width,
+            None,
+            None,
+            None,
+            0,
             out_row_stride,
             q_row_stride,
-            sequences,
+            0,
             dtype_code(dtype),
             kv_dtype_code(kv_dtype),
             q_heads,
@@ -185,5 +184,21 @@ class AttentionStep(ctypes.Structure):
             head_size_v,
             block_size,
         )
-        self.keep = (block_tables, query_start, context_lens)
+        self.fill(block_tables, query_start, context_lens)
         self.address = ctypes.addressof(self)
+
+    def fill(
+        self, block_tables: HostArray, query_start: HostArray, context_lens: HostArray
+    ) -> None:
+        """Takes another step's arrays, as for a new one."""
+        sequences, width = block_tables.shape
+        if len(query_start) != sequences + 1 or len(context_lens) != sequences:
+            raise ValueError(
+                f"{sequences} block tables need {sequences + 1} query starts and {sequences} "
+                f"context lengths, not {len(query_start)} and {len(context_lens)}"
+            )
+        self.block_tables = host(block_tables, "block_tables", "int32", 2)
+        self.query_start = host(query_start, "query_start", "int32", 1)
+        self.context_lens = host(context_lens, "context_lens", "int32", 1)
+        self.table_stride, self.sequences = width, sequences
+        self.keep = (block_tables, query_start, context_lens)

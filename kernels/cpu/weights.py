@@ -1,4 +1,4 @@
-"""Packed weights, products with them, and the decoder layer in one call."""
+"""Packed weights, products with them, and decoder layers in one call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from octavo.kernels.cpu.library import BF16, F16, F32, INT4, INT8, address, dtype_code, fail, lib
+from octavo.kernels.cpu.library import (
+    BF16,
+    F16,
+    F32,
+    INT4,
+    INT8,
+    address,
+    dtype_code,
+    fail,
+    host,
+    lib,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -160,7 +171,7 @@ def unpack_rows(out: Tensor, weight: PackedWeight, rows: HostArray) -> None:
 
 
 class DecoderLayer(ctypes.Structure):
-    """Everything :func:`decoder_layer` needs that one layer never changes."""
+    """Everything :func:`decoder_layers` needs that one layer never changes."""
 
     _fields_ = (
         ("norm_1", ctypes.c_void_p),
@@ -226,7 +237,8 @@ class DecoderLayer(ctypes.Structure):
 
 
 class LayerStep(ctypes.Structure):
-    """Everything :func:`decoder_layer` needs that is the same for all layers of a step."""
+    """Everything :func:`decoder_layers` needs that is the same for all layers of a step. It is filled
+    again for each step: making it anew would take as long as a layer of one row."""
 
     _fields_ = (
         ("attention", ctypes.c_void_p),
@@ -238,16 +250,46 @@ class LayerStep(ctypes.Structure):
     def __init__(self, attention: AttentionStep, write: WriteStep, positions: HostArray) -> None:
         """q, k and v are columns of one buffer: its row stride is what both steps must say.
         positions int64 [T], negative for padding."""
-        super().__init__(attention.address, write.address, address(positions), len(positions))
-        self.keep = (attention, write, positions)
+        super().__init__(
+            attention.address,
+            write.address,
+            host(positions, "positions", "int64", 1),
+            len(positions),
+        )
+        self.attention_step, self.write_step, self.keep = attention, write, positions
         self.address = ctypes.addressof(self)
 
+    def fill(
+        self,
+        block_tables: HostArray,
+        query_start: HostArray,
+        context_lens: HostArray,
+        slots: HostArray,
+        positions: HostArray,
+    ) -> None:
+        """Takes another step's arrays."""
+        self.attention_step.fill(block_tables, query_start, context_lens)
+        self.write_step.fill(slots)
+        self.positions = host(positions, "positions", "int64", 1)
+        self.rows = len(positions)
+        self.keep = positions
 
-def decoder_layer(layer: DecoderLayer, step: LayerStep, x: Tensor) -> None:
-    """x float32 [T, hidden] contiguous += attention(norm(x)), then += feed-forward(norm(x)).
+
+class LayerStack:
+    """Layers that run in order, each with the step that belongs to it, and what C reads of both."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], steps: Sequence[LayerStep]) -> None:
+        self.keep = (layers, steps)
+        self.count = len(layers)
+        self.layers = (ctypes.c_void_p * self.count)(*(layer.address for layer in layers))
+        self.steps = (ctypes.c_void_p * self.count)(*(step.address for step in steps))
+
+
+def decoder_layers(stack: LayerStack, x: Tensor) -> None:
+    """x float32 [T, hidden] contiguous: by each layer += attention(norm(x)), then += feed-forward(norm(x)).
 
     Gives the same bits as the single ops.
     """
-    status = lib.decoder_layer(layer.address, step.address, x.data_ptr())
+    status = lib.decoder_layers(stack.layers, stack.steps, stack.count, x.data_ptr())
     if status:
-        fail(status, "decoder_layer")
+        fail(status, "decoder_layers")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 
 from octavo.core.contract import Ctx
-from octavo.core.layers.decoder import ROTARY, Attention, DecoderLayer, GatedMLP
+from octavo.core.layers.decoder import (
+    DECODER_LAYERS,
+    ROTARY,
+    Attention,
+    DecoderLayer,
+    GatedMLP,
+)
 from octavo.core.layers.module import RMSNorm
 from octavo.core.ops import DTYPES
 from octavo.plugins.conformance import truth
@@ -109,6 +116,40 @@ def whole_layer(subject: Subject, dice: Dice, dtype: str, kv_dtype: str, window:
     return within("decoder_layer", distance(get(out[: len(exact)]), exact), max(bound, rounds))
 
 
+def several_layers(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> Finding:
+    """decoder_layers: the bits of decoder_layer one after the other, also in the step after."""
+    made = Layer(subject, dice, dtype, 0, dice.random() < 0.5, "silu")
+    specs = tuple(dataclasses.replace(made.layer.spec, layer=i) for i in range(LAYERS))
+    fused, ops = made.layer.fused, subject.ops
+    if fused is None or not all(ops.fuses(DECODER_LAYERS, spec) for spec in specs):
+        raise NotOffered("decoder_layers is not offered for such layers: they run one by one")
+    cache = Cache.drawn(
+        subject, dice, dtype, kv_dtype, 24, heads=made.heads, head_size=made.size, longest=400
+    )
+    cache.plan = padded(cache.plan, subject.capabilities.shapes == "dynamic", dice)
+    kind = subject.activation(dtype)
+    for _ in range(2):
+        step = draw(dice, cache.plan, "mixed", range(1, 24), min(POSITIONS, 200))
+        for past in (*(past for past, _ in history(cache.plan, step.pieces)), step):
+            batch = build(cache.plan, past)
+            x = rounded(dice.standard_normal((len(batch.token_ids), made.hidden)), kind)
+            ctx = Ctx(made.weights, cache.handles, subject.prepare(batch))
+            one = subject.put(x, kind)
+            for spec in specs:
+                one = fused(one, spec, ctx)
+            meant = get(one[: batch.num_tokens])
+            # The same slots once more, with the same keys and values.
+            ctx = Ctx(made.weights, ctx.kv, subject.prepare(batch))
+            out = ops.decoder_layers(subject.put(x, kind), specs, ctx)
+            cache.handles = ctx.kv
+            demand(
+                np.array_equal(get(out[: batch.num_tokens]), meant),
+                "decoder_layers gives other bits than decoder_layer one after the other",
+            )
+    demand(len(cache.handles) == LAYERS, "decoder_layers lost a handle")
+    return Finding()
+
+
 def _run(
     subject: Subject, cache: Cache, made: Layer, step: Any, rows: Array, kind: torch.dtype
 ) -> torch.Tensor:
@@ -132,8 +173,15 @@ def cases(subject: Subject, full: bool) -> list[Case]:
             for i in range(count * more)
         )
 
+    def add_several(name: str, *given: Any) -> None:
+        made.extend(
+            Case("op", DECODER_LAYERS, name, "order", i, lambda s, d: several_layers(s, d, *given))
+            for i in range(more)
+        )
+
     for dtype, kv_dtype in subject.numbers():
         name = dtype if kv_dtype == dtype else f"{dtype},kv={kv_dtype}"
         add(name, "plain", 3, dtype, kv_dtype, False)
         add(name, "window", 2, dtype, kv_dtype, True)
+        add_several(name, dtype, kv_dtype)
     return made

@@ -128,7 +128,7 @@ def test_classes_of_a_broken_plugin_are_left_out(
         (object(), "no octavo.plugins.Backend"),
         (Toy(""), "needs a name"),
         (a_string_for_words(), "a tuple of device types, got 'toy' and 'toy'"),
-        (Toy("x", api=(2, 0)), r"built for contract 2.0; this engine has 1.2"),
+        (Toy("x", api=(2, 0)), r"built for contract 2.0; this engine has 1.3"),
         (Toy("x", api=(0, 4)), "built for contract 0.4"),
         (Toy("x", api="1.0"), "api_version"),
         (Toy("x", api=None), "api_version"),

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define OCTAVO_CPU_ABI 2
+#define OCTAVO_CPU_ABI 3
 
 #if defined(_WIN32)
 #define OCTAVO_API __declspec(dllexport)
@@ -151,6 +151,9 @@ typedef struct { /* what holds for every layer of one step; q, k and v are colum
 /* x [rows, hidden], contiguous float32: the residual stream, in place. */
 OCTAVO_API int octavo_decoder_layer(const octavo_layer *layer, const octavo_layer_step *step,
                                     float *x);
+/* The same for `count` layers, one after the other; steps[i] belongs to layers[i]. */
+OCTAVO_API int octavo_decoder_layers(const octavo_layer *const *layers,
+                                     const octavo_layer_step *const *steps, int64_t count, float *x);
 
 /* --- sampling, from float32 logits [rows, vocab]; a NULL array means "off" for every row --- */
 OCTAVO_API int octavo_sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab,

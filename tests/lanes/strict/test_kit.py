@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-NOT_OFFERED = {"store_packed", "decoder_layer"}
+NOT_OFFERED = {"store_packed", "decoder_layer", "decoder_layers"}
 """Of the kit's operations, those that the chip has not."""
 
 

@@ -280,7 +280,11 @@ def test_an_interpreted_device_gets_fewer_and_smaller_checks_of_every_kind() -> 
     some = [c for c in few if c.dtype == "float32" and c.group != "contract"]
     found = [run_case(subject, c) for c in some]
     assert not failing(found), [r for r in found if r.state == "failed"]
-    assert {r.op for r in found if r.state != "passed"} == {"decoder_layer", "store_packed"}
+    assert {r.op for r in found if r.state != "passed"} == {
+        "decoder_layer",
+        "decoder_layers",
+        "store_packed",
+    }
 
 
 @pytest.mark.parametrize("word", ["cpu", "reference"])
@@ -294,6 +298,7 @@ def test_a_sample_of_the_kit_over_a_built_in_backend(word: str) -> None:
     passed = {r.op for r in found if r.state == "passed"}
     assert passed >= {c.op for c in cases} - {
         "decoder_layer",
+        "decoder_layers",
         "store_packed",
         "probe",
         "prefix-hits",
