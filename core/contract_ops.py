@@ -53,6 +53,10 @@ class Ops:
     # overrides one of those switches the fusion off, unless it names the fusion itself (`fuses`).
     fusions: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
+    # Whether what `load_packed` returns goes on reading the bytes it was given. Where not, the core lets
+    # the file go as it is read.
+    keeps_packed: ClassVar[bool] = True
+
     def fuses(self, name: str, spec: LayerSpec) -> bool:
         """Whether the larger op `name` should run `spec`: asked once, when a model is made."""
         return fusion_stands(type(self), name) and self.supports(name, spec)

@@ -3,6 +3,7 @@ described once, at the first layer, and kept in the step's inputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import torch
 
+from octavo.core import huge_pages
 from octavo.core.ops import DTYPES, TorchInputs, concatenated
 from octavo.core.quantization.base import QuantizedTensor
 from octavo.kernels import cpu as lib
@@ -91,6 +93,10 @@ def _unpacked(spec: WeightSpec, dtype: str) -> lib.PackedWeight:
     return lib.PackedWeight(n, k, spec.scheme or dtype, group=spec.group or k, gated=spec.gated)
 
 
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return huge_pages.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
 COVERED = (
     "linear",
     "rms_norm",
@@ -122,6 +128,8 @@ class CpuOps(Ops):
     """
 
     device = "cpu"
+    # A file's pages are small ones.
+    keeps_packed: ClassVar = not huge_pages.available()
     fusions: ClassVar = {
         "decoder_layer": COVERED,
         "decoder_layers": ("decoder_layer", *COVERED),
@@ -229,9 +237,13 @@ class CpuOps(Ops):
         self, data: torch.Tensor, spec: WeightSpec, dtype: str
     ) -> torch.Tensor | lib.PackedWeight:
         if spec.role in ("norm", "bias"):
-            return data.view(torch.float32).view(spec.shape)
+            small = data.view(torch.float32).view(spec.shape)
+            return small if self.keeps_packed else small.clone()
         weight = _unpacked(spec, dtype)
-        weight.place(data)
+        if self.keeps_packed:
+            weight.place(data)
+        else:
+            weight.copy(data)
         return weight
 
     def embedding(self, ids: torch.Tensor, weight: lib.PackedWeight) -> torch.Tensor:
@@ -275,7 +287,7 @@ class CpuOps(Ops):
                 scales=dtype == torch.int8,
             )
             for layer in spec.layers:
-                k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
+                k, v = (_empty(shape, dtype) for shape in shapes)
                 by_layer[layer] = CpuKV(k, v, block_size, spec.head_size_v)
         return [by_layer[layer] for layer in sorted(by_layer)]
 

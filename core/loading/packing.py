@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 import octavo
 from octavo.core.contract import Ops, PackedWeight, WeightSpec
 from octavo.core.loading.files import ModelFiles, file_identity
-from octavo.core.loading.packed_file import SUFFIX, PackedFile, UnusableError, remove_orphans
+from octavo.core.loading.packed_file import (
+    SUFFIX,
+    PackedFile,
+    UnusableError,
+    let_go,
+    remove_orphans,
+)
 from octavo.core.loading.progress import Progress
 from octavo.core.memory import host_memory, trim_heap
 from octavo.core.quantization import Placement
@@ -130,14 +136,18 @@ def _mapped(
     import torch
 
     weights: dict[str, PackedWeight] = {}
+    own = local or not ops.keeps_packed
     try:
         for spec in _own(specs):
             mapped = torch.from_numpy(data[spec.name])
-            weights[spec.name] = ops.load_packed(mapped.clone() if local else mapped, spec, dtype)
+            given = mapped.clone() if local and ops.keeps_packed else mapped
+            weights[spec.name] = ops.load_packed(given, spec, dtype)
+            if own:
+                let_go(data[spec.name])
     except (KeyError, ValueError, RuntimeError) as error:
         raise UnusableError(f"{spec.name} is not what it should be ({error})") from error
     _tie(weights, specs, ops)
-    return Loaded(weights, 0 if local else sum(array.nbytes for array in data.values()))
+    return Loaded(weights, 0 if own else sum(array.nbytes for array in data.values()))
 
 
 def _packed(

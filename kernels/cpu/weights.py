@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from octavo.core import huge_pages
 from octavo.kernels.cpu.library import (
     BF16,
     F16,
@@ -83,6 +84,14 @@ class PackedWeight:
         self.buffer = buffer
         self.struct.data = buffer.data_ptr()
 
+    def copy(self, packed: Tensor) -> None:
+        """The same from a copy of those bytes, wherever they lie."""
+        if packed.numel() != self.nbytes:
+            raise ValueError(f"a packed weight takes {self.nbytes} bytes, not {packed.numel()}")
+        self._allocate()
+        assert self.buffer is not None
+        self.buffer.copy_(packed)
+
     def pack(self, parts: Sequence[Tensor]) -> PackedWeight:
         """Fills it from tensors [rows, k] of one float dtype, stacked to n rows; returns itself."""
         rows = [part.shape[0] for part in parts]
@@ -137,11 +146,7 @@ class PackedWeight:
         return self
 
     def _allocate(self) -> None:
-        import torch
-
-        raw = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8)
-        start = -raw.data_ptr() % _ALIGNMENT
-        self.place(raw[start : start + self.nbytes])
+        self.place(huge_pages.empty(self.nbytes))
 
 
 def linear(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> None:

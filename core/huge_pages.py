@@ -1,0 +1,66 @@
+"""Host memory in huge pages, where the system gives them when asked: a step reads weights and KV cache from
+end to end, and with pages of 4 KiB looks up an address every few dozen cache lines."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PAGE = 2 << 20
+"""Bytes of a huge page where they are usual; elsewhere only how chunks are rounded."""
+
+_ALIGNMENT = 64
+_CHUNK = 16 * PAGE
+"""Smaller requests share chunks of this size: a page that is touched is there as a whole."""
+
+# The chunk that has room, for as long as anyone holds a part of it, and where its room begins.
+_chunk: weakref.ref[mmap.mmap] | None = None
+_taken = 0
+
+
+def available() -> bool:
+    """Whether the system can be asked for them. It may still say no, and then gives small ones."""
+    return hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def empty(nbytes: int) -> torch.Tensor:
+    """Fresh memory, uint8 [nbytes] at a multiple of 64. Not for several threads at once."""
+    import torch
+
+    if not available():
+        raw = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+        start = -raw.data_ptr() % _ALIGNMENT
+        return raw[start : start + nbytes]
+    global _chunk, _taken
+    if nbytes >= _CHUNK // 2:
+        return _part(_mapped(nbytes), 0, nbytes)
+    chunk = _chunk() if _chunk is not None else None
+    if chunk is None or _taken + nbytes > _CHUNK:
+        chunk, _taken = _mapped(_CHUNK), 0
+        _chunk = weakref.ref(chunk)
+    part = _part(chunk, _taken, nbytes)
+    _taken += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return part
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    """Anonymous memory in which `nbytes` fit behind the first multiple of a huge page."""
+    found = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel that has none
+        found.madvise(mmap.MADV_HUGEPAGE)
+    return found
+
+
+def _part(memory: mmap.mmap, offset: int, nbytes: int) -> torch.Tensor:
+    import torch
+
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % PAGE + offset
+    return whole[start : start + nbytes]
