@@ -235,17 +235,17 @@ def test_the_layout_is_named_by_the_instruction_set() -> None:
 def test_local_weights_are_a_copy(folder: Path) -> None:
     """Bound to a memory node, an engine has its weights in memory of its own."""
     from octavo.core.config import EngineConfig
-    from octavo.core.entry import wiring
+    from octavo.core.entry import design, wiring
     from octavo.core.loading.packing import load_weights
     from octavo.core.loading.progress import SilentProgress
 
     start(folder)
     config = EngineConfig(model=str(folder), cache_dir=str(folder.parent / "cache"))
     files = wiring.resolve_model(config)
-    made = wiring.design(config, files, wiring.resolve_device("cpu"), wiring.Phases())
+    made = design.design(config, files, wiring.resolve_device("cpu"), design.Phases())
     ops = CpuOps()
-    model = wiring.make_model(made, files, ops)
-    placed = wiring.place_weights(made, model, wiring.Phases())
+    model = design.make_model(made, files, ops)
+    placed = design.place_weights(made, model, design.Phases())
     mapped = load_weights(model, placed, files, ops, made.dtype, SilentProgress())
     local = load_weights(model, placed, files, ops, made.dtype, SilentProgress(), local=True)
     assert mapped.mapped_bytes > 0 and local.mapped_bytes == 0
