@@ -9,7 +9,7 @@ PORT   ?= 8000
 WORKERS ?= 2
 SOURCES := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt')
 
-.PHONY: help setup serve test test-slow lint format types imports clean
+.PHONY: help setup serve test test-fast test-slow lint format types imports clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -25,7 +25,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(SOURCES)
 serve: setup ## serve MODEL (default: a small chat model) on HOST:PORT, with DEVICE=auto
 	$(BIN)/octavo serve $(MODEL) --device $(DEVICE) --host $(HOST) --port $(PORT)
 
-test: lint types imports ## linter, type-checker, import contracts and the fast tests
+test: lint imports ## linter, type-checker, import contracts and the fast tests
+	$(MAKE) --no-print-directory --jobs 2 types test-fast
+
+test-fast: setup # beside it the type-checker has finished before the first third of the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: setup ## the long tests

@@ -326,6 +326,7 @@ def activation(x: torch.Tensor, kind: Literal["gelu", "gelu_tanh", "relu"]) -> t
 # ------------------------------------------------------------------------------------- sampling
 
 _MASK = 0xFFFFFFFF
+_DRAWN_TOGETHER = 1 << 16  # logits of rows that are drawn in one go: few calls, and little memory
 
 
 def _splitmix64(x: int) -> int:
@@ -346,8 +347,16 @@ def _mix32(h: torch.Tensor) -> torch.Tensor:
 
 def uniform_bits(seed: int, counter: int, vocab_size: int, device: torch.device) -> torch.Tensor:
     """[vocab_size] float32 uniforms in (0, 1) from (seed, counter, vocabulary id) alone."""
-    key = _splitmix64((seed & (2**64 - 1)) ^ _splitmix64(counter))
-    low, high = key & _MASK, key >> 32
+    return uniform_rows([(seed, counter)], vocab_size, device)[0]
+
+
+def uniform_rows(
+    pairs: Sequence[tuple[int, int]], vocab_size: int, device: torch.device
+) -> torch.Tensor:
+    """`uniform_bits` of many (seed, counter): float32 [pairs, vocab_size]."""
+    keys = [_splitmix64((seed & (2**64 - 1)) ^ _splitmix64(counter)) for seed, counter in pairs]
+    halves = torch.tensor([(key & _MASK, key >> 32) for key in keys], device=device)
+    low, high = halves[:, :1], halves[:, 1:]
     h = torch.arange(vocab_size, dtype=torch.int64, device=device)
     h = ((h * 0x9E3779B1) + low) & _MASK
     h = _mix32(h ^ high)
@@ -374,18 +383,21 @@ def sample(logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
     logits = logits.float()
     tokens = logits.argmax(-1)
     if not rows.all_greedy:
-        host = [
-            t.tolist()
-            for t in (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.counter)
-        ]
-        for i, (temperature, top_k, top_p, min_p, seed, counter) in enumerate(
-            zip(*host, strict=True)
-        ):
-            if temperature <= 0:
-                continue
-            row = filter_row(logits[i] / temperature, top_k, top_p, min_p)
-            noise = -torch.log(-torch.log(uniform_bits(seed, counter, row.numel(), row.device)))
-            tokens[i] = (row + noise).argmax()
+        filters = [t.tolist() for t in (rows.top_k, rows.top_p, rows.min_p)]
+        pairs = list(zip(rows.seed.tolist(), rows.counter.tolist(), strict=True))
+        drawn = [i for i, t in enumerate(rows.temperature.tolist()) if t > 0]
+        vocab = logits.shape[1]
+        together = max(1, _DRAWN_TOGETHER // vocab)
+        for part in (drawn[at : at + together] for at in range(0, len(drawn), together)):
+            scores = logits[part] / rows.temperature[part, None]
+            for row, i in zip(scores, part, strict=True):
+                top_k, top_p, min_p = (column[i] for column in filters)
+                if 0 < top_k < vocab or top_p < 1 or min_p > 0:
+                    row.copy_(filter_row(row, top_k, top_p, min_p))
+            noise = -torch.log(
+                -torch.log(uniform_rows([pairs[i] for i in part], vocab, logits.device))
+            )
+            tokens[part] = (scores + noise).argmax(-1)
     bad = logits.isnan().any(-1) | (logits.amax(-1) == float("-inf"))
     return torch.where(bad, torch.full_like(tokens, -1), tokens)
 

@@ -5,42 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from octavo.core import beams as beam
-from octavo.core.admission import SchedulerLimits, stored_tokens
-from octavo.core.blocks import BlockHash, BlockManager, extend_hashes
-from octavo.core.cache_reasons import account_hits
+from octavo.core.admission import SchedulerLimits
+from octavo.core.blocks import BlockManager
 from octavo.core.drafting.speculation import Speculation
+from octavo.core.intake import MAX_PREEMPTIONS, Intake
 from octavo.core.lanes import LaneSet, Mode, Room
+from octavo.core.room import Left, tokens_for
 from octavo.core.roster import Roster
 from octavo.core.sequence import Sequence
 from octavo.core.types import ScheduledTokens, StepPlan
-
-MAX_PREEMPTIONS = 3
-_MOST_PARKED = 32
-"""Waiting sequences that a step may set aside to look behind them: bounds the time it takes."""
-
-
-class _Left:
-    """What a step's batch of prompts still has room for. Of a mixed lane `tokens` is counted by
-    `places` until all that run are planned, and rows for all that may draw are set aside."""
-
-    __slots__ = ("apart", "rows", "seqs", "tokens")
-
-    def __init__(self, mode: Mode, slots_taken: int) -> None:
-        lane = mode.prompt
-        self.apart = not mode.shared
-        self.tokens = self.rows = self.seqs = 0
-        if lane is not None:
-            self.rows, self.seqs = lane.rows, lane.seqs
-            if self.apart:
-                self.tokens = lane.tokens
-            else:
-                self.rows -= slots_taken
-
-    def take(self, item: ScheduledTokens) -> None:
-        """Counts a prompt's item, with the rows of all the samples that it is to draw."""
-        self.tokens -= item.count
-        self.seqs -= self.apart
-        self.rows -= item.sequence.pending_samples + (item.count if item.all_logits else 0)
 
 
 class Planner:
@@ -57,18 +30,15 @@ class Planner:
         lanes: LaneSet,
         speculation: Speculation | None = None,
     ) -> None:
-        self.roster, self.blocks, self.limits = roster, blocks, limits
+        self.roster, self.blocks = roster, blocks
         self.swap = roster.swap
         self._speculation = speculation
         self.running = roster.running
-        self._waiting = roster.waiting
         self._turns = list(lanes.modes)  # the one whose turn it is first
         self.shares = blocks.prefix_caching and lanes.longest_whole is None
         # Whether somebody who runs waits, for blocks that rest or for room in a mixed lane.
         self._short = False
-        self._late = False  # somebody has started who has nothing for the lane that starts
-        self._rejoining: list[tuple[Sequence, Sequence, int, int]] = []
-        self._no_room: tuple[Sequence, int, int] | None = None  # for whom, and when: see _admit
+        self._intake = Intake(roster, blocks, limits, self.shares)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing waits or runs."""
@@ -76,14 +46,14 @@ class Planner:
         preempted: list[str] = []
         turns = self._turns
         self.blocks.begin_step(self.roster.steps + 1)
-        self._late = False
+        self._intake.late = False
         if self.swap is not None:
             self.swap.begin_step()
         mode, decodes, prompts = self._first_mode(copies, preempted)
         while not decodes and not prompts:
-            if not self.roster.groups or not (self._late or self.blocks.settle()):
+            if not self.roster.groups or not (self._intake.late or self.blocks.settle()):
                 return None
-            self._late = False
+            self._intake.late = False
             mode, decodes, prompts = self._first_mode(copies, preempted)
         if len(turns) > 1:
             turns.remove(mode)
@@ -119,7 +89,7 @@ class Planner:
         are the same list."""
         running, shared = self.running, mode.shared
         places = _places(mode)  # tokens left for decoding, and in a mixed lane for anything
-        left = _Left(mode, self.roster.slots_taken)
+        left = Left(mode, self.roster.slots_taken)
         items: list[ScheduledTokens] = []
         prompts = items if shared else []
         decodes = (
@@ -149,7 +119,7 @@ class Planner:
             if apart:
                 item = self._prompt_tokens(sequence, left, mode.prompt)
             else:
-                item = self._tokens_for(
+                item = tokens_for(
                     sequence, places if decoding else places - decodes, left.rows, mode.decode
                 )
             if item is None:  # no room for its tokens or rows of logits beside the others
@@ -180,7 +150,7 @@ class Planner:
         ):
             # else whoever was preempted would take the blocks back
             left.tokens = places if shared else left.tokens
-            self._admit(prompts, left, mode.prompt)
+            self._intake.admit(prompts, left, mode.prompt)
             if self._speculation is not None and shared:
                 self._speculation.extend(
                     items, left.tokens, left.rows, self.blocks, spare=len(running)
@@ -192,7 +162,7 @@ class Planner:
         sequence: Sequence,
         position: int,
         places: int,
-        left: _Left,
+        left: Left,
         mode: Mode,
         changes: tuple[dict[int, int], list[str]],
         items: list[ScheduledTokens],
@@ -230,7 +200,7 @@ class Planner:
         sequence: Sequence,
         position: int,
         places: int,
-        left: _Left,
+        left: Left,
         mode: Mode,
         items: list[ScheduledTokens],
         prompts: list[ScheduledTokens],
@@ -264,43 +234,13 @@ class Planner:
         return position + 1, places
 
     def _prompt_tokens(
-        self, sequence: Sequence, left: _Left, lane: Room | None
+        self, sequence: Sequence, left: Left, lane: Room | None
     ) -> ScheduledTokens | None:
         """Tokens of a running prompt for a batch of prompts only, with rows for what it draws."""
         rows = left.rows - sequence.pending_samples
         if not left.seqs or rows < sequence.wants_prompt_logprobs:
             return None
-        return self._tokens_for(sequence, left.tokens, rows, lane)
-
-    def _tokens_for(
-        self, sequence: Sequence, budget: int, rows: int, lane: Room | None
-    ) -> ScheduledTokens | None:
-        if lane is None:  # not in this step
-            return None
-        start = sequence.num_computed
-        count = wanted = sequence.num_tokens - start
-        if not lane.chunked:
-            count = wanted = min(count, 1 if start else lane.tokens)
-        count = min(count, budget)
-        all_logits = sequence.wants_prompt_logprobs
-        if all_logits:
-            count = min(count, rows)
-        if count <= 0 or (count < wanted and not lane.chunked):
-            return None
-        done = start + count == sequence.num_tokens
-        if not done and lane.chunked:
-            count -= count % lane.chunk_multiple
-            if not count:  # too little room for a part that is not the last
-                return None
-        samples = sequence.pending_samples if done and sequence.max_len > sequence.num_tokens else 0
-        if sequence.beams is not None:
-            samples = min(samples, 1)
-            if sequence.beams.begun and done:  # it draws with its group, not now
-                count -= 1
-                samples = 0
-                if not count:
-                    return None
-        return ScheduledTokens(sequence, start, count, samples, all_logits)
+        return tokens_for(sequence, left.tokens, rows, lane)
 
     def _reserve(
         self,
@@ -346,135 +286,6 @@ class Planner:
             if sequence.preemptions < MAX_PREEMPTIONS:
                 return sequence
         return self.running[position]  # only after a fork: a parent's last block is shared again
-
-    def _admit(self, items: list[ScheduledTokens], left: _Left, lane: Room) -> None:
-        waiting, slots, parked = self._waiting, self.limits.max_num_seqs, 0
-        roster = self.roster
-        while (
-            left.tokens > 0
-            and left.seqs > 0
-            and roster.slots_taken < slots
-            and (sequence := waiting.first())
-        ):
-            # Who found no room finds none before something is given back.
-            moment = sequence, self.blocks.frees, roster.slots_taken
-            if self._no_room == moment:
-                return
-            shares = self.shares and not (sequence.wants_prompt_logprobs or sequence.computes_all)
-            hits, computed = self._swapped_out(sequence, shares)
-            if shares and not hits:
-                hits, awaited = self._known_prefix(sequence)
-                computed = len(hits) * self.blocks.block_size
-                if awaited is not None:
-                    if parked == _MOST_PARKED:
-                        return
-                    waiting.park(awaited)
-                    parked += 1
-                    continue
-            if roster.slots_taken + sequence.pending_samples > slots:
-                self._no_room = moment
-                return
-            rows = left.rows - sequence.pending_samples
-            if rows < sequence.wants_prompt_logprobs:
-                return
-            if not self._has_room(sequence, computed, left.tokens, rows, lane):
-                return
-            if not self._take_blocks(sequence, hits, computed):
-                self._no_room = moment
-                return
-            # Where prompts are computed whole, their lane sees no tokens that came back from the host.
-            sees = lane.chunked or not computed
-            item = self._tokens_for(sequence, left.tokens, rows, lane) if sees else None
-            roster.start(sequence)
-            if sequence.beams is not None and sequence.beams.begun:
-                beam.rejoin(roster, sequence.beams, self._rejoining)
-            self._no_room = None
-            if shares:
-                waiting.promise(sequence)
-            if item is None:  # a beam, or blocks from the host: only a decoding token is left
-                self._late = True
-                continue
-            items.append(item)
-            left.take(item)
-
-    def _has_room(self, sequence: Sequence, done: int, budget: int, rows: int, lane: Room) -> bool:
-        """Whether a waiting sequence that begins with so many computed tokens can begin in what is left of
-        this step: with all its tokens, or where it is computed in parts with one of the lane's multiple."""
-        wanted = sequence.num_tokens - done
-        budget = min(budget, rows) if sequence.wants_prompt_logprobs else budget
-        if not lane.chunked:
-            wanted = min(wanted, lane.tokens)
-        return wanted <= budget or (lane.chunked and lane.chunk_multiple <= budget)
-
-    def _swapped_out(self, sequence: Sequence, shares: bool) -> tuple[list[int], int]:
-        """Where the blocks of a sequence are that was swapped out, and how many tokens they hold. Nothing
-        where the prefix cache knows all of them: it may know more by now."""
-        swapped = sequence.swapped
-        if swapped is None or self.swap is None or (shares and not swapped.private):
-            return [], 0
-        places = self.swap.waiting_places(sequence)
-        return places, swapped.computed if places else 0
-
-    def _known_prefix(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
-        """Where the cached blocks are that a waiting sequence begins with, and which block to wait for that
-        a running one is computing behind them. The last token is always computed."""
-        size = self.blocks.block_size
-        extend_hashes(sequence.hashes, sequence.root, sequence.tokens[: sequence.num_tokens], size)
-        findable = (sequence.num_tokens - 1) // size
-        hits = (self.swap or self.blocks).lookup(sequence.hashes[:findable])
-        return hits, self._waiting.awaited(sequence, len(hits), findable)
-
-    def _take_blocks(self, sequence: Sequence, hits: list[int], computed: int) -> bool:
-        """Prefix hits and new blocks for every known token, and room for the neighbours to grow. Of `hits`,
-        those on the host (negative, see `Swap`) need new blocks, too."""
-        blocks = self.blocks
-        target = sequence.num_tokens
-        spare = 0
-        families = self.roster.families
-        if families and beam.bars(families.values(), self.running, sequence, MAX_PREEMPTIONS):
-            return False
-        if sequence.beams is not None and sequence.beams.begun:
-            return self._take_group_blocks(sequence, hits, computed)
-        if sequence.preemptions >= MAX_PREEMPTIONS and sequence.beams is None:
-            target = stored_tokens(sequence.max_len, sequence.num_prompt)
-        elif self.running:
-            spare = len(self.running)
-        here = [hit for hit in hits if hit > 0]
-        need = blocks.blocks_for(target) - len(here)
-        if need + blocks.count_free(here) + spare > blocks.num_free:
-            return False
-        self._begin(sequence, hits, computed, target)
-        return True
-
-    def _begin(self, sequence: Sequence, hits: list[int], computed: int, target: int) -> None:
-        """Gives a sequence blocks for `target` tokens, of which the first `computed` stand in `hits`."""
-        blocks, swapped = self.blocks, sequence.swapped
-        known = computed // blocks.block_size if self.shares else 0
-        if self.swap is not None:
-            sequence.add_blocks(self.swap.bring(sequence, hits, known))
-        else:
-            blocks.acquire(hits)
-            sequence.add_blocks(hits)
-        sequence.num_remembered = known
-        sequence.add_blocks(blocks.allocate(blocks.blocks_for(target) - len(hits)))
-        sequence.num_computed = computed
-        if swapped is None:
-            account_hits(self.roster, sequence, hits, self.shares)
-        else:
-            sequence.timings.num_recomputed_tokens += max(0, swapped.computed - computed)
-
-    def _take_group_blocks(self, leader: Sequence, hits: list[int], computed: int) -> bool:
-        """Blocks for all known tokens of a group of beams, which run behind its first one."""
-        blocks = self.blocks
-        needs = beam.rejoin_needs(leader.beams, blocks.block_size)
-        here = [hit for hit in hits if hit > 0]
-        own = blocks.blocks_for(leader.num_tokens) - len(here)
-        need = own + sum(new for *_, new in needs) + len(self.running)
-        if need + blocks.count_free(here) > blocks.num_free:
-            return False
-        self._begin(leader, hits, computed, leader.num_tokens)
-        self._rejoining = needs
-        return True
 
 
 def _count_decoding(sequences: SequenceOf[Sequence]) -> int:

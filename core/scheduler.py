@@ -3,7 +3,8 @@
 There are no prefill and decode phases: every sequence tries to bring `num_computed` up to
 `num_tokens` within one token budget, running sequences first, then waiting ones in order of
 (priority, arrival). Long prompts are so computed in chunks beside decoding neighbours. A backend whose
-steps are not of one kind has them in several lanes (`lanes.py`); `planner.py` carries out the rules.
+steps are not of one kind has them in several lanes (`lanes.py`); `planner.py` carries out the rules for
+who runs, and `intake.py` those for who is let in.
 
 Every request finishes, whatever the pool size:
 - One that could not hold its last token even alone is refused when it is added.
@@ -33,9 +34,10 @@ from octavo.core.admission import SchedulerLimits, longest, mixed_seed
 from octavo.core.beams import Beam, BeamGroup, advance
 from octavo.core.blocks import BlockManager, extend_hashes, root_hash
 from octavo.core.drafting.speculation import Speculation
+from octavo.core.intake import MAX_PREEMPTIONS
 from octavo.core.outcome import sequence_update, stop_reason
 from octavo.core.params import ParamError
-from octavo.core.planner import MAX_PREEMPTIONS, Planner
+from octavo.core.planner import Planner
 from octavo.core.pooling import finish_pooled
 from octavo.core.roster import Group, Roster
 from octavo.core.sequence import Sequence

@@ -12,8 +12,9 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Ops, PackedWeight
 from octavo.core.drafting.drafter import BY_MODEL, Drafter, SpeculativeConfig, make_drafter
 from octavo.core.drafting.speculation import Speculation
-from octavo.core.entry import wiring
+from octavo.core.entry import design
 from octavo.core.entry.vocabulary import vocabulary_of
+from octavo.core.entry.wiring import resolve_model
 from octavo.core.lanes import LaneSet
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.packing import load_weights
@@ -29,7 +30,7 @@ class Target:
     """The model that is drafted for. weights: packed ones and tables, by name. free: bytes of the device's
     memory that its KV cache leaves."""
 
-    made: wiring.Design
+    made: design.Design
     files: ModelFiles
     ops: Ops
     weights: Mapping[str, PackedWeight]
@@ -39,7 +40,7 @@ class Target:
 
 
 def make_speculation(
-    config: EngineConfig, target: Target, phases: wiring.Phases, progress: Progress
+    config: EngineConfig, target: Target, phases: design.Phases, progress: Progress
 ) -> Speculation | None:
     """None where no drafts are asked for.
 
@@ -65,7 +66,7 @@ def make_speculation(
 
 
 def _first_layers(
-    config: EngineConfig, asked: SpeculativeConfig, target: Target, phases: wiring.Phases
+    config: EngineConfig, asked: SpeculativeConfig, target: Target, phases: design.Phases
 ) -> ModelDrafter:
     """The target's first layers, its last norm and its head, over the very weights of the target."""
     made = target.made
@@ -91,7 +92,7 @@ def _second_model(
     config: EngineConfig,
     asked: SpeculativeConfig,
     target: Target,
-    phases: wiring.Phases,
+    phases: design.Phases,
     progress: Progress,
 ) -> ModelDrafter:
     other = replace(
@@ -103,16 +104,16 @@ def _second_model(
         block_size=target.made.plan.block_size,
         speculative_config=None,
     )
-    notes = wiring.Phases()  # what is said of the drafter's choices would read as the target's
+    notes = design.Phases()  # what is said of the drafter's choices would read as the target's
     with phases("load drafter"):
-        files = wiring.resolve_model(other, progress)
+        files = resolve_model(other, progress)
         try:
-            made = wiring.design(other, files, target.made.resolved, notes)
+            made = design.design(other, files, target.made.resolved, notes)
         except ConfigError as error:
             raise ConfigError(f"speculative_config: of the drafter: {error}") from error
         _same_vocabulary(files, made, target)
-        model = wiring.make_model(made, files, target.ops)
-        placed = wiring.place_weights(made, model, notes)
+        model = design.make_model(made, files, target.ops)
+        placed = design.place_weights(made, model, notes)
         loaded = load_weights(
             *(model, placed, files, target.ops, made.dtype, progress, config.packed_cache)
         )
@@ -121,12 +122,12 @@ def _second_model(
             weights[name] = table.to(target.ops.device)
     kind = f" in {made.scheme.name}" if made.scheme is not None else ""
     phases.notes.append(f"drafts: by {files.name}{kind}, {made.shape.num_parameters:,} parameters")
-    taken = wiring.weight_bytes(placed, target.ops, made.dtype)
+    taken = design.weight_bytes(placed, target.ops, made.dtype)
     target = replace(target, free=max(0, target.free - taken))
     return _drafter(other, made, files, weights, target)
 
 
-def _same_vocabulary(files: ModelFiles, made: wiring.Design, target: Target) -> None:
+def _same_vocabulary(files: ModelFiles, made: design.Design, target: Target) -> None:
     """Raises ConfigError: what differs."""
     from octavo.core.loading.tokenizer import load_tokenizer
 
@@ -152,7 +153,7 @@ def _same_vocabulary(files: ModelFiles, made: wiring.Design, target: Target) -> 
 
 def _drafter(
     config: EngineConfig,
-    made: wiring.Design,
+    made: design.Design,
     files: ModelFiles,
     weights: Mapping[str, PackedWeight],
     target: Target,
@@ -168,8 +169,8 @@ def _drafter(
         target.num_blocks + config.max_num_seqs,
         1 + config.max_num_seqs * -(-(max_len + 1) // plan.block_size),
     )
-    per_block = wiring.kv_block_bytes(made, ops)
-    blocks = min(wanted, int(target.free * wiring.DEFAULT_KV_FRACTION) // per_block)
+    per_block = design.kv_block_bytes(made, ops)
+    blocks = min(wanted, int(target.free * design.DEFAULT_KV_FRACTION) // per_block)
     if blocks < 2:
         raise ConfigError(
             f"--speculative-config: {target.free:,} bytes are left for the drafter's KV cache, a block of which "
@@ -181,7 +182,7 @@ def _drafter(
         made.resolved.device,
         ops,
         plan,
-        wiring.make_model(made, files, ops),
+        design.make_model(made, files, ops),
         weights,
         alloc_kv(),
         alloc_kv,

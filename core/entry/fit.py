@@ -1,6 +1,6 @@
 """Does a model fit a device, and how much can run at once: said before anything is loaded.
 
-Every number comes from the functions that the engine's own start uses (`core.entry.wiring`), fed with
+Every number comes from the functions that the engine's own start uses (`core.entry.design`), fed with
 the memory that is free now less what the weights will take.
 """
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from octavo.core.config import ConfigError, EngineConfig
-from octavo.core.entry import wiring
+from octavo.core.entry import design
 from octavo.core.entry.host_memory import host_bytes
 from octavo.core.entry.op_choice import choose_ops
+from octavo.core.entry.wiring import resolve_device, resolve_model
 from octavo.core.lanes import LaneSet
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.packing import check_weights
@@ -77,19 +78,19 @@ def fit(
     Raises:
         ConfigError, ModelError: the model or device cannot be used, whatever its memory.
     """
-    resolved = wiring.resolve_device(config.device)
-    files = wiring.resolve_model(config, progress, weights=False)
-    phases = wiring.Phases()
-    made = wiring.design(config, files, resolved, phases)
+    resolved = resolve_device(config.device)
+    files = resolve_model(config, progress, weights=False)
+    phases = design.Phases()
+    made = design.design(config, files, resolved, phases)
     ops = choose_ops(config, resolved, phases.notes).ops
-    model = wiring.make_model(made, files, ops)
-    placed = wiring.place_weights(made, model, phases)
+    model = design.make_model(made, files, ops)
+    placed = design.place_weights(made, model, phases)
     _check_header(model, placed, files, phases)
     measured = resolved.backend.memory(resolved.device)
     total, free = (memory, memory) if memory is not None else (measured.total, measured.free)
-    weights = wiring.weight_bytes(placed, ops, made.dtype)
+    weights = design.weight_bytes(placed, ops, made.dtype)
     lanes = LaneSet(made.plan.lanes, made.plan.max_logits_rows)
-    block = wiring.kv_block_bytes(made, ops)
+    block = design.kv_block_bytes(made, ops)
     base = Fit(
         fits=True,
         problem=None,
@@ -121,7 +122,7 @@ def fit(
 
 
 def _check_header(
-    model: Model, placed: Placement, files: ModelFiles, phases: wiring.Phases
+    model: Model, placed: Placement, files: ModelFiles, phases: design.Phases
 ) -> None:
     if files.kind == "folder" and not any(files.path.glob("*.safetensors")):
         phases.notes.append("the weights are not here yet: their names and shapes are unchecked")
@@ -138,14 +139,14 @@ def _check_header(
 def _with_cache(
     base: Fit,
     config: EngineConfig,
-    made: wiring.Design,
+    made: design.Design,
     ops: Ops,
-    phases: wiring.Phases,
+    phases: design.Phases,
     typical_len: int,
 ) -> Fit:
     left = base.memory_free - base.weight_bytes
-    blocks, _ = wiring.size_kv(config, made, ops, left)
-    longest = wiring.context_length(config, made.limits, made.plan, blocks, phases)
+    blocks, _ = design.size_kv(config, made, ops, left)
+    longest = design.context_length(config, made.limits, made.plan, blocks, phases)
     if blocks * base.block_bytes > left:  # a number of blocks that was asked for
         raise ConfigError(
             f"{blocks} KV blocks take {blocks * base.block_bytes:,} bytes, {left:,} are free beside "
@@ -174,7 +175,7 @@ def _with_cache(
 
 
 def _limit(
-    result: Fit, config: EngineConfig, made: wiring.Design, by_blocks: int, left: int
+    result: Fit, config: EngineConfig, made: design.Design, by_blocks: int, left: int
 ) -> tuple[str, tuple[str, ...]]:
     """What bounds the requests that run at once, and what would raise it."""
     if by_blocks > result.max_num_seqs:
@@ -183,7 +184,7 @@ def _limit(
             f"{result.typical_len} tokens",
             (f"--max-num-seqs {by_blocks} lets that many run at once",),
         )
-    half = int(left * wiring.DEFAULT_KV_FRACTION)
+    half = int(left * design.DEFAULT_KV_FRACTION)
     if by_blocks == result.max_num_seqs:
         return "max_num_seqs, and the KV cache holds no more", ()
     if config.num_kv_blocks is not None:
@@ -192,7 +193,7 @@ def _limit(
         limit, more = "kv_memory", "--kv-memory"
     elif config.kv_fraction is not None:
         limit, more = f"kv_fraction {config.kv_fraction:g} of what is free", "--kv-fraction"
-    elif half > wiring.DEFAULT_KV_BYTES:
+    elif half > design.DEFAULT_KV_BYTES:
         limit, more = "the KV cache's default of at most 4 GiB", "--kv-memory"
     else:
         limit, more = "the KV cache's default of half of what is free", "--kv-fraction"
@@ -215,7 +216,7 @@ def _limit(
 
 
 def _smaller_weights(
-    made: wiring.Design, model: Model, ops: Ops, weights: int, free: int
+    made: design.Design, model: Model, ops: Ops, weights: int, free: int
 ) -> tuple[str, ...]:
     """Dtypes and schemes that the device offers and that make the weights smaller, up to the first
     with which they fit."""
@@ -233,7 +234,7 @@ def _smaller_weights(
                 tried.append((f"--quantization {name}", placed, made.dtype))
     advice = []
     for option, placed, dtype in tried:
-        size = wiring.weight_bytes(placed, ops, dtype)
+        size = design.weight_bytes(placed, ops, dtype)
         if size >= weights:
             continue
         enough = "" if size < free else ", which is still too much"

@@ -13,7 +13,7 @@ from octavo.core.swap import Swap
 
 if TYPE_CHECKING:
     from octavo.core.blocks import BlockManager
-    from octavo.core.entry.wiring import Design
+    from octavo.core.entry.design import Design
     from octavo.core.host_store import HostStore
 
 _GIB = 1 << 30

@@ -15,7 +15,7 @@ from octavo.core.loading.sentence_transformers import SentenceModules, sentence_
 from octavo.core.pooling import EmbeddingInfo, PoolingKind, Task
 
 if TYPE_CHECKING:
-    from octavo.core.entry.wiring import Design
+    from octavo.core.entry.design import Design
     from octavo.core.models.base import Model
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scenarios import Scenario, random_lanes
 from support import Rig, expected_tokens, request, rig
 
-from octavo.core import planner
+from octavo.core import intake, planner
 from octavo.core.params import RequestRefused
 from octavo.core.scheduler import MAX_PREEMPTIONS
 from octavo.core.types import Request
@@ -112,11 +112,11 @@ def largest(block_size: int, request: Request) -> int:
 
 
 def play(crowd: Crowd) -> Rig:
-    planner.MAX_PREEMPTIONS = crowd.most
+    planner.MAX_PREEMPTIONS = intake.MAX_PREEMPTIONS = crowd.most
     try:
         return _play(crowd)
     finally:
-        planner.MAX_PREEMPTIONS = MAX_PREEMPTIONS
+        planner.MAX_PREEMPTIONS = intake.MAX_PREEMPTIONS = MAX_PREEMPTIONS
 
 
 def _play(crowd: Crowd) -> Rig:

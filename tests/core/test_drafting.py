@@ -197,10 +197,15 @@ def test_who_gets_no_draft(fields: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------- adaptive
 
 
-def adaptive(right: float, cost: float, streams: int = 1, steps: int = 400) -> Speculation:
-    """A run in which every token beside the first of each sequence costs `cost` of a step."""
+def adaptive(
+    right: float, cost: float, streams: int = 1, steps: int = 400, length: int = 700
+) -> Speculation:
+    """A run in which every token beside the first of each sequence costs `cost` of a step. length: tokens
+    of each that the drafter knows; behind them it is wrong."""
     asked = [request(f"q{i}", 4, max_tokens=3000, ignore_eos=True) for i in range(streams)]
-    known = plain(asked, max_model_len=4096)
+    known = plain(
+        [request(q.id, 4, max_tokens=length, ignore_eos=True) for q in asked], max_model_len=4096
+    )
     speculation = Speculation(Oracle(dict(known.tokens), right), 8)
     r = rig(speculation=speculation)
     observe = speculation.observe
@@ -217,7 +222,7 @@ def adaptive(right: float, cost: float, streams: int = 1, steps: int = 400) -> S
 
 
 def test_it_drafts_as_long_as_that_pays() -> None:
-    assert adaptive(right=0.95, cost=0.02).drafted > 350 * 6
+    assert adaptive(right=0.95, cost=0.02, steps=200, length=1800).drafted > 175 * 6
     dear = adaptive(right=0.5, cost=0.6)
     assert dear.drafted < 60, "each token costs more than it brings"
     wrong = adaptive(right=0.0, cost=0.1)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import make
 
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.numa import Binding, binding, node_free, nodes, parse_cpus
@@ -124,9 +125,8 @@ def test_a_node_is_a_number(value: object) -> None:
 ENGINE = """
 import os, sys
 from pathlib import Path
-from tests.fakes.tiny_models import engine, greedy, make, prompt_of, run
+from tests.fakes.tiny_models import engine, greedy, prompt_of, run
 folder, cpu = Path(sys.argv[1]), int(sys.argv[2])
-make("Llama", {}).save_pretrained(folder)
 made = engine(folder, device="cpu", cpu_affinity=str(cpu), packed_cache=False)
 run(made, greedy("a", prompt_of(20), 2))
 from octavo.kernels import cpu as lib
@@ -141,6 +141,7 @@ assert lib.threads() == 3 and os.sched_getaffinity(pool) == {cpu}
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="not on this system")
 def test_the_engine_and_its_threads_run_there(tmp_path: Path) -> None:
+    make("Llama", {}).save_pretrained(tmp_path)
     cpu = max(os.sched_getaffinity(0))
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, str(tmp_path), str(cpu)],

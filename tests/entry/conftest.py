@@ -55,7 +55,7 @@ class Server:
         options.setdefault("api_key", "none")
         return openai.OpenAI(base_url=f"{self.url}/v1", timeout=60, **options)
 
-    def wait_ready(self, seconds: float = 30) -> None:
+    def wait_ready(self, seconds: float = 60) -> None:
         self.wait_for(lambda status: status == 200, seconds)
 
     def wait_for(self, wanted: Any, seconds: float = 30) -> None:
@@ -78,7 +78,7 @@ class Server:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(15)
+        return self.process.wait(60)
 
 
 def start_server(folder: Path, *names: str, **environment: str) -> Server:

@@ -213,7 +213,9 @@ def test_cancelling_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch)
     async def body() -> None:
         llm = make()
         task = asyncio.create_task(llm.start())
-        await asyncio.sleep(0.5)
+        while llm.engine_pid is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -232,7 +234,9 @@ def test_the_child_dies_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None
             llm = AsyncLLM.from_config(
                 EngineConfig(), factory="null_engine:build", loader=null_engine.load)
             task = asyncio.ensure_future(llm.start())
-            await asyncio.sleep(0.5)
+            while llm.engine_pid is None:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
             print(llm.engine_pid, flush=True)
             await task
         asyncio.run(main())

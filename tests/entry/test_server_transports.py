@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 from load import post
+from scrape import wait_for
 
 COMPLETIONS = "/v1/completions"
 
@@ -55,7 +56,7 @@ def drained(server: Any) -> list[str]:
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(15) == 0, server.stderr.read_text()
     reader.join()
@@ -133,6 +134,11 @@ def test_a_signal_under_load(own_server: Any) -> None:
     server.wait_ready()
     children = server.children()
 
+    def received(count: int) -> None:
+        with server.http() as http:
+            found = wait_for(http, lambda now: now["requests_received_total"] >= count)
+        assert found["requests_received_total"] == count
+
     async def storm() -> list[Any]:
         def body(stream: bool) -> dict[str, Any]:
             return {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": stream}
@@ -141,7 +147,7 @@ def test_a_signal_under_load(own_server: Any) -> None:
             asyncio.ensure_future(post(server.port, COMPLETIONS, body(i % 2 == 0)))
             for i in range(60)
         ]
-        await asyncio.sleep(0.4)
+        await asyncio.to_thread(received, 60)
         server.process.send_signal(signal.SIGTERM)
         return await asyncio.gather(*tasks)
 

@@ -60,7 +60,7 @@ def test_the_clients_own_parser(client: openai.OpenAI) -> None:
 
 def test_an_object_of_any_kind(client: openai.OpenAI) -> None:
     found = chat(
-        client, response_format={"type": "json_object"}, max_tokens=200, n=2, temperature=0.7
+        client, response_format={"type": "json_object"}, max_tokens=60, n=2, temperature=0.7
     )
     for choice in found.choices:
         if choice.finish_reason == "stop":

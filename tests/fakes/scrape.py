@@ -23,7 +23,7 @@ def reasons(found: Numbers, family: str = "request_success") -> dict[str, float]
     return {r: found[f'{family}_total{{finished_reason="{r}"}}'] for r in REASONS}
 
 
-def wait_for(http: httpx.Client, done: Callable[[Numbers], bool], seconds: float = 10) -> Numbers:
+def wait_for(http: httpx.Client, done: Callable[[Numbers], bool], seconds: float = 60) -> Numbers:
     """Scrapes until it holds; the last scrape."""
     deadline = time.monotonic() + seconds
     while not done(found := numbers(http)) and time.monotonic() < deadline:

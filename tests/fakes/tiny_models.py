@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from octavo.core.config import EngineConfig
 from octavo.core.engine import Engine
@@ -32,6 +32,8 @@ BASE: dict[str, Any] = {
 
 def make(kind: str, changes: dict[str, Any]) -> Any:
     """A random model whose logits are far enough apart for greedy tokens to be certain."""
+    import transformers  # heavy, and not needed to run what another process has made
+
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(**BASE | changes)
     config._attn_implementation = "eager"
@@ -50,10 +52,21 @@ def prompt_of(length: int, seed: int = 3) -> list[int]:
 
 
 @torch.no_grad()
-def reference(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens, and log-probabilities [prompt + count - 1, V] of every position's successor."""
+def reference(
+    model: Any, prompt: list[int], count: int, guess: Sequence[int] = ()
+) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens, and log-probabilities [prompt + count - 1, V] of every position's successor.
+
+    guess: what the tokens may be. Those that are the model's own are confirmed in one pass, as each
+    follows from what is before it alone; from the first that is not, one pass finds one token."""
     tokens = list(prompt)
-    for _ in range(count):
+    if guess:
+        best = model(torch.tensor([tokens + list(guess)]), use_cache=False).logits[0].argmax(-1)
+        for guessed, own in zip(guess[:count], best[len(prompt) - 1 :].tolist(), strict=False):
+            tokens.append(own)
+            if guessed != own:
+                break
+    while len(tokens) < len(prompt) + count:
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
         tokens.append(int(logits[-1].argmax()))
     logits = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0]

@@ -243,16 +243,16 @@ def test_whose_memory_weights_lie_in(folder: Path, ops: CpuOps) -> None:
     """In that of a mapped file; or, where it is worth it or they must be on a memory node, in the process's
     own, and the file's goes as it is read."""
     from octavo.core.config import EngineConfig
-    from octavo.core.entry import wiring
+    from octavo.core.entry import design, wiring
     from octavo.core.loading.packing import load_weights
     from octavo.core.loading.progress import SilentProgress
 
     start(folder)
     config = EngineConfig(model=str(folder), cache_dir=str(folder.parent / "cache"))
     files = wiring.resolve_model(config)
-    made = wiring.design(config, files, wiring.resolve_device("cpu"), wiring.Phases())
-    model = wiring.make_model(made, files, ops)
-    placed = wiring.place_weights(made, model, wiring.Phases())
+    made = design.design(config, files, wiring.resolve_device("cpu"), design.Phases())
+    model = design.make_model(made, files, ops)
+    placed = design.place_weights(made, model, design.Phases())
     mapped = load_weights(model, placed, files, ops, made.dtype, SilentProgress())
     local = load_weights(model, placed, files, ops, made.dtype, SilentProgress(), local=True)
     assert (mapped.mapped_bytes > 0) == ops.keeps_packed and local.mapped_bytes == 0

