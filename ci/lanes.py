@@ -169,7 +169,7 @@ LANES: tuple[Lane, ...] = (
         "compiled",
         "Every Triton kernel for every chip, ahead of time; results are kept by the hash of their source",
         (Step("python ci/triton_aot.py", r"(\d+) kernels for \d+ chips"),),
-        minutes=30,
+        minutes=10,
         every=False,
         requirements="triton",
     ),

@@ -7,7 +7,7 @@ give the tokens that the reference backend gives here; in smaller formats, where
 its own, those that the CPU backend gives here. Ends with 1 if anything differs.
 
 Python comes from Debian's packages for that machine; torch from PyPI's wheels for ARM, from Debian for
-POWER. Everything is downloaded once and unpacked in the work folder; nothing is installed.
+POWER, for which msgspec, too old there, is compiled from its source. Everything is downloaded once and unpacked in the work folder; nothing is installed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 import zipfile
@@ -39,7 +40,7 @@ WHEELS = ROOT / "ci/requirements/qemu-aarch64.txt"
 @dataclass(frozen=True)
 class Machine:
     """architecture: Debian's word; cpu: qemu's; isa: the kernels that must be chosen on it; folder: of
-    libraries."""
+    libraries; wheels: those of WHEELS are there for it; else msgspec is compiled."""
 
     name: str
     architecture: str
@@ -68,7 +69,7 @@ MACHINES = {
         "powerpc64le-linux-gnu",
         (
             "python3-torch",
-            "python3-msgspec",
+            f"libpython{PYTHON}-dev",
             "python3-pluggy",
             "python3-packaging",
             "python3-platformdirs",
@@ -171,10 +172,33 @@ def unpack_wheels(work: Path, site: Path) -> None:
             packed.extractall(site)
 
 
-def sysroot(machine: Machine, work: Path, uri: str | None) -> Path:
+def compile_msgspec(work: Path, root: Path, compiler: list[str], env: dict[str, str]) -> None:
+    """The msgspec of constraints.txt below `root`: Debian's has no StructMeta to derive from. Its extension is
+    one file, compiled against the Python in `root`."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
+    constraints = str(ROOT / "constraints.txt")
+    sources = work / "sources"
+    shutil.rmtree(sources, ignore_errors=True)
+    words = ["--no-deps", "--no-binary", "msgspec", "-c", constraints, "msgspec"]
+    run([*pip, "-d", str(sources), *words])
+    with tarfile.open(next(sources.glob("msgspec-*.tar.gz"))) as packed:
+        packed.extractall(sources, filter="data")
+    package = root / "site/msgspec"
+    shutil.copytree(next(sources.glob("msgspec-*/src/msgspec")), package)
+    headers = root / "usr/include"
+    # The headers of the compiler's own libc come first: those in `root` are another version's.
+    options = ["-I", str(headers / f"python{PYTHON}"), "-idirafter", str(headers)]
+    options += ["-x", "c", "-O2", "-DNDEBUG", "-fPIC", "-shared"]
+    # A name without the machine in it, which every Python for that machine looks for too.
+    out = ["-o", str(package / "_core.abi3.so")]
+    run([*compiler, *options, str(package / "_core.c"), *out], env=env)
+
+
+def sysroot(machine: Machine, work: Path, uri: str | None, tools: Tools, compiler: str) -> Path:
     """The machine's Python and torch, made once; made anew when what it is made of changes."""
     root, stamp = work / "root", work / "made-of"
-    made_of = f"{machine} {SUITE} {WHEELS.read_text('utf-8') if machine.wheels else ''}"
+    pinned = WHEELS if machine.wheels else ROOT / "constraints.txt"
+    made_of = f"{machine} {SUITE} {pinned.read_text('utf-8')}"
     if stamp.exists() and stamp.read_text("utf-8") == made_of:
         return root
     began = time.monotonic()
@@ -183,6 +207,9 @@ def sysroot(machine: Machine, work: Path, uri: str | None) -> Path:
     Packages(work / "debian", machine, uri or mirror()).unpack(root)
     if machine.wheels:
         unpack_wheels(work, root / "site")
+    else:
+        command = [compiler, f"--sysroot={tools.sysroot(compiler)}"]
+        compile_msgspec(work, root, command, tools.env)
     stamp.write_text(made_of, "utf-8")
     print(f"unpacked {machine.name}'s torch in {time.monotonic() - began:.0f} s", flush=True)
     return root
@@ -254,7 +281,7 @@ def main() -> None:
     system = ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={machine.name}"]
     built = tools.work / machine.name
     build(built, [*system, f"-DCMAKE_CXX_COMPILER={compiler}", *flags], tools.env)
-    root = sysroot(machine, work, options.mirror)
+    root = sysroot(machine, work, options.mirror, tools, compiler)
     lay_out(work / "engine", built / "liboctavo_cpu.so")
     models, program = work / "models", str(ROOT / "ci/tiny_engine.py")
     run([sys.executable, program, "--make", str(models)])

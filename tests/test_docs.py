@@ -47,6 +47,17 @@ TALKS = (
     "python ci/make_workflow.py",  # tests/test_lanes.py
     "python ci/bench/cpu_peers.py",  # installs gigabytes; tests/test_cpu_peers.py has its parts
 )
+# In an environment that a lane makes (the test below says which), or on a machine with the chip.
+LANES = (
+    "python3 -m venv ",
+    "xla-env/bin/",
+    "pallas-env/bin/",
+    "PYTHONPATH=src pallas-env/bin/",
+    "pytest tests/lanes/",
+    "pip install 'octavo[triton]'",
+    "ci/device_check.sh ",
+    "octavo serve MODEL ",  # no model of a reader's is here; tests/models/test_speculation.py drafts
+)
 QUICK = (
     "octavo backend check cpu --only",
     "octavo devices",
@@ -97,7 +108,7 @@ def shortened(command: str) -> str:
 
 def runnable() -> Iterator[object]:
     for command in commands():
-        if command in ELSEWHERE or command.startswith(TALKS):
+        if command in ELSEWHERE or command.startswith(TALKS + LANES):
             continue
         marks = () if command.startswith(QUICK) else pytest.mark.slow
         yield pytest.param(command, marks=marks, id=command)
@@ -123,6 +134,21 @@ def test_command_that_runs_elsewhere(command: str, where: str) -> None:
     script = (ROOT / where).read_text("utf-8")
     words = ("octavo-toy", "octavo-fast-norm", "--ops-from", "toy", "--port", "install")
     assert command in script or any(w in command and w in script for w in words)
+
+
+def test_what_lanes_run_is_in_a_lane() -> None:
+    lanes = (ROOT / "ci" / "lanes.py").read_text("utf-8")
+    named = set()
+    for command in commands():
+        if command.startswith(LANES):
+            named |= set(re.findall(r"(?:tests/lanes|ci)/[\w./]+", command))
+    for path in named - {"ci/device_check.sh"}:
+        assert (ROOT / path).exists(), path
+        requirements = re.fullmatch(r"ci/requirements/(\w+)\.txt", path)
+        assert (f'requirements="{requirements[1]}"' if requirements else path) in lanes, path
+    assert {"tests/lanes/xla", "ci/xla_aot.py", "ci/requirements/xla.txt"} <= named
+    for start in LANES:
+        assert any(c.startswith(start) for c in commands()), f"no page has {start!r} any more"
 
 
 def test_the_tutorials_files_are_the_examples() -> None:

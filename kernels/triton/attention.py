@@ -9,7 +9,7 @@ from octavo.kernels.triton.attention_device import attention_kernel, combine_ker
 from octavo.kernels.triton.attention_plan import Cut
 from octavo.kernels.triton.kv_cache import PLAIN, codes_of, padded, takes_fp8
 from octavo.kernels.triton.runtime import interpreted, launch
-from octavo.kernels.triton.tiles import ARCHS, Tile, tile, widest_head
+from octavo.kernels.triton.tiles import ARCHS, Tile, over_codes, tile, widest_head
 from octavo.kernels.triton.variants import SHORT, Variant
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def attend(
     tables, query_start, context_lens = steps
     tile, heads = shape.tile(work.kernel), shape.heads(work.kernel)
     tiles = -(-shape.group // heads)
+    if cache.codes != PLAIN:
+        tile = over_codes(tile, work.kernel, shape.arch)
     split = work.parts > 0
     part_out, part_lse = out, out
     if split:
@@ -155,6 +157,11 @@ def _variant(
     """A layer with groups of four query heads. extras: with a window, a soft cap and sinks; kv: the dtype
     of the cache, if not the queries'."""
     short, group = SHORT[dtype], 4
+
+    def tile_on(arch: str) -> Tile:
+        plain = tile(kernel, arch, padded(size), dtype)
+        return over_codes(plain, kernel, arch) if kv else plain
+
     cache = "*u8" if kv else f"*{short}"
     types = dict.fromkeys(("q", "out"), f"*{short}") | dict.fromkeys(("k_cache", "v_cache"), cache)
     types |= dict.fromkeys(("part_out", "part_lse"), "*fp32" if split else f"*{short}")
@@ -179,7 +186,7 @@ def _variant(
             **{"BLOCK_DV": padded(size), "BLOCK_SIZE": block, "WINDOW": extras, "SOFTCAP": extras},
             **{"SINKS": extras, "SPLIT": split, "WIDE": False},
         },
-        tile=lambda arch: tile(kernel, arch, padded(size), dtype),
+        tile=tile_on,
         tiled={"BLOCK_M": "block_m", "BLOCK_N": "block_n"},
         for_arch=lambda arch: {"CODES": codes_of(kv, arch) if kv else PLAIN},
         aligned=_STRIDES,

@@ -7,7 +7,7 @@ spills is what runs. Imports neither torch nor triton.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
@@ -113,6 +113,15 @@ def _attention_decode(arch: str, head_size: int, dtype: str) -> Tile:
     return Tile(16, 32, 1, 4 if wide or arch == "gfx1100" else 2)
 
 
+def over_codes(tile: Tile, kernel: str, arch: str) -> Tile:
+    """The tile of an attention kernel over a cache of 8-bit codes, `tile` being the one over plain numbers.
+    Only its warps differ: the work is cut before the cache is known."""
+    if fallback_arch(arch) == "gfx90a" and kernel == "attention_prefill" and tile.block_m >= 128:
+        # Taking codes apart leaves too few scalar registers: with four waves two of them spill.
+        return replace(tile, num_warps=8)
+    return tile
+
+
 def _rows(arch: str, head_size: int, dtype: str) -> Tile:
     """Kernels that stream rows: as many warps as a row has work for."""
     return Tile(1 if arch != INTERPRET else 8, 1024, 1, 4 if head_size <= 4096 else 8)
@@ -120,13 +129,15 @@ def _rows(arch: str, head_size: int, dtype: str) -> Tile:
 
 def _whole_rows(most: int, least: int = 2048) -> Callable[[str, int, str], Tile]:
     """Kernels that keep up to `most` numbers of a row in registers, and several rows when they are
-    short, `least` numbers in all: 16 numbers a lane."""
+    short, `least` numbers in all: 16 numbers a lane, 32 in the longest."""
 
     def of(arch: str, length: int, dtype: str) -> Tile:
         block = min(1 << max(0, length - 1).bit_length(), most)
         rows = max(1, least // block)
         lanes = 64 if arch.startswith("gfx9") else 32
-        return Tile(rows, block, 1, min(16, max(1, rows * block // (16 * lanes))))
+        # With 32 numbers a lane the code for sm_120 spills where the row is quantised.
+        warps = 32 if arch == "sm_120" else 16
+        return Tile(rows, block, 1, min(warps, max(1, rows * block // (16 * lanes))))
 
     return of
 

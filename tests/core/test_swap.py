@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from dataclasses import replace
@@ -401,7 +402,8 @@ def test_blocks_did_move() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_steps_beside_host_memory() -> None:
+def test_many_steps_beside_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="octavo")  # else pytest keeps every step's traceback
     done = number = 0
     while done < 300_000:
         dice = random.Random(77 * 1_000_003 + number)

@@ -92,6 +92,19 @@ def test_every_chip_has_tiles_that_kernels_can_take(arch: str, kernel: str) -> N
                 assert tile.block_n & (tile.block_n - 1) == 0
 
 
+def test_a_cache_of_codes_changes_nothing_that_the_work_is_cut_by() -> None:
+    changed = []
+    for arch in tiles.ARCHS:
+        for kernel in ("attention_prefill", "attention_decode"):
+            for size in (64, 128, 256):
+                plain = tiles.tile(kernel, arch, size, "bfloat16")
+                coded = tiles.over_codes(plain, kernel, arch)
+                assert (coded.block_m, coded.block_n) == (plain.block_m, plain.block_n)
+                if coded != plain:
+                    changed.append((arch, kernel, size))
+    assert changed == [("gfx90a", "attention_prefill", 64), ("gfx90a", "attention_prefill", 128)]
+
+
 def test_unlisted_chips_take_the_nearest_older_ones_tiles() -> None:
     wanted = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_121": "sm_120", "sm_75": "sm_80",
               "gfx1150": "gfx1100", "gfx1200": "gfx1201", "gfx908": "gfx90a", "gfx940": "gfx942"}  # fmt: skip

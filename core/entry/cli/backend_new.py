@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from octavo.core.config import ConfigError
@@ -79,6 +81,8 @@ def write(name: str, folder: Path) -> list[Path]:
         f"octavo-{_PLACEHOLDER}": f"octavo-{name.replace('_', '-')}",
         "Mychip": "".join(part.capitalize() for part in name.split("_")),
         _PLACEHOLDER: name,
+        # In the workflow alone.
+        'OCTAVO: "octavo"': f"OCTAVO: {json.dumps(where_from(_direct_url()))}",
     }
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
@@ -100,6 +104,33 @@ def write(name: str, folder: Path) -> list[Path]:
             f"{folder} cannot be written: {error}; choose another with --path"
         ) from error
     return written
+
+
+def where_from(direct_url: str | None) -> str:
+    """The requirement by which another machine gets the Octavo that is installed here.
+
+    direct_url: what its `direct_url.json` says (the packaging specifications' "Recording the Direct URL
+    Origin"), None when it came from an index. An install from a file of this machine's is none that another
+    machine could repeat, and gives the name too. A commit is pinned only where the installer was asked for it.
+    """
+    source = json.loads(direct_url) if direct_url else {}
+    url = str(source.get("url", ""))
+    if not url or url.startswith("file:"):
+        return "octavo"
+    if version_control := source.get("vcs_info"):
+        url = f"{version_control['vcs']}+{url}"
+        if revision := version_control.get("requested_revision"):
+            url += f"@{revision}"
+    if folder := source.get("subdirectory"):
+        url += f"#subdirectory={folder}"
+    return f"octavo @ {url}"
+
+
+def _direct_url() -> str | None:
+    try:
+        return metadata.distribution("octavo").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # run from its files alone
+        return None
 
 
 def _replaced(text: str, words: dict[str, str]) -> str:
