@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from octavo.backends.xla import bridge, sampling
-from octavo.backends.xla.cache import KV, BlockMoves
+from octavo.backends.xla.cache import KV, BlockMoves, axis_of_heads
 from octavo.backends.xla.inputs import StepInputs
 from octavo.core import ops as portable
 from octavo.kernels.pallas import attention, layout, write
@@ -20,11 +20,12 @@ from octavo.plugins import KVSpec, Ops, PackedWeight, QuantizedTensor, SampleInp
 class XlaOps(Ops):
     """The portable operations are XLA programs as they are; these are not.
 
-    kind: what PJRT runs on, "CPU" or "TPU"; target: what kernels and layouts are for, if that is another.
+    kind: what PJRT runs on, "CPU" or "TPU"; target: what kernels and layouts are for, if that is another. chips: how
+    many devices every program runs on.
     """
 
-    def __init__(self, kind: str, target: str | None = None) -> None:
-        self.device = bridge.start(kind)
+    def __init__(self, kind: str, target: str | None = None, chips: int = 1) -> None:
+        self.device = bridge.start(kind, chips=chips)
         self._tpu = (target or kind) == "TPU"
         self._kernel: Callable[..., bridge.Kernel] = cache(self._new_kernel)
         self._moves = BlockMoves(self._kernel)
@@ -42,7 +43,8 @@ class XlaOps(Ops):
         return words, block_size, size
 
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        return 4 * math.prod(self._block_shape(spec, block_size))
+        copies = bridge.chips() if axis_of_heads(spec.kv_heads, 1) is None else 1
+        return copies * 4 * math.prod(self._block_shape(spec, block_size))
 
     @bridge.plain_tensors()
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[KV]:
@@ -52,7 +54,8 @@ class XlaOps(Ops):
             dtype = torch.float32 if spec.dtype == "float32" else torch.int32
             for layer in spec.layers:
                 data = torch.zeros(shape, dtype=dtype, device=self.device)
-                by_layer[layer] = KV(data, spec.kv_heads, spec.head_size_v)
+                by_layer[layer] = made = KV(data, spec.kv_heads, spec.head_size_v)
+                made.cut(data)
         bridge.settle()
         handles = [by_layer[layer] for layer in sorted(by_layer)]
         # Blocks move between steps: the programs for it are built before the first.
@@ -118,7 +121,7 @@ class XlaOps(Ops):
         packed = portable.pack_weight("cpu", parts, spec, dtype)
         if isinstance(packed, QuantizedTensor):
             return packed.to(self.device, packed.dtype)
-        return packed.to(self.device)
+        return bridge.cut(packed.to(self.device), spec.shard_axis)
 
     def sample(self, logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
         return sampling.sample(logits, rows, self._kernel)
