@@ -102,6 +102,7 @@ class XlaBackend(Backend):
     priority = -1  # never chosen by itself: `cpu` is faster
     kind = "CPU"
     attention = "plain XLA"
+    several = "xla:cpu"  # the word to which a number of chips is added
 
     def probe(self) -> Probe:
         if reason := unusable():
@@ -127,6 +128,7 @@ class XlaBackend(Backend):
             ops={"every op": "XLA"} | dict.fromkeys(kernels, self.attention),
             notes={
                 "step": "one XLA program per bucket, all compiled at the start",
+                "several chips": f"as one, one program over all: {self.several}:x2, :x4, …",
                 "ran on": "PJRT CPU; the kernels are compiled for TPU v4, v5e, v5p and v6e, never executed",
                 **({} if self.kind == "TPU" else {"execution": f"stand-in (PJRT {self.kind})"}),
             },
@@ -219,6 +221,7 @@ class TpuBackend(XlaBackend):
     priority = 30
     kind = "TPU"
     attention = "Pallas"
+    several = "tpu"
 
     def probe(self) -> Probe:
         found = super().probe()

@@ -192,6 +192,30 @@ def cut(tensor: torch.Tensor, axis: int | None) -> torch.Tensor:
     return tensor
 
 
+def _on_each(
+    fn: Callable[..., torch.Tensor],
+    args: Tensors,
+    axes: Sequence[int | None],
+    result: tuple[Sequence[int], int | None],
+) -> torch.Tensor:
+    """fn, on every device of its own parts of `args`, which are cut along `axes`. result: the whole result's shape,
+    and the axis along which the devices' results are put together."""
+
+    def spec(count: int, axis: int | None) -> tuple[str | None, ...]:
+        return tuple("model" if i == axis else None for i in range(count))
+
+    parts = []
+    for arg, axis in zip(args, axes, strict=True):
+        sharding.mark_sharding(arg, _mesh, spec(arg.dim(), axis))
+        parts.append(_XLAC._spmd_full_to_shard_shape(arg))
+    mine = fn(*parts)
+    shape, axis = result
+    _XLAC._mark_manual_sharding(mine, _XLAC.OpSharding([], [], [], sharding.ShardingType.MANUAL))
+    whole = _mesh.get_op_sharding(spec(len(shape), axis))
+    joined: torch.Tensor = _XLAC._spmd_shard_to_full_shape(mine, whole, list(shape), mine.dtype)
+    return joined
+
+
 def cut_as(tensor: torch.Tensor) -> str:
     """How a tensor is cut, in XLA's words."""
     return str(_XLAC._get_xla_sharding_spec(tensor))
@@ -210,6 +234,19 @@ class Kernel:
     def __init__(self, fn: Callable[..., Any], platform: str) -> None:
         self._fn, self._platform = fn, platform
         self._lowered: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def on_each(
+        self,
+        args: Tensors,
+        axes: Sequence[int | None],
+        shape: Sequence[int],
+        axis: int | None,
+    ) -> torch.Tensor:
+        """The kernel on each chip, of its own part: no partitioner looks into a kernel. axes: along which each of `args`
+        is cut; None: every chip sees all of it. shape, axis: the whole result's, and along which it is cut."""
+        if _mesh is None:
+            return self(*args)  # type: ignore[no-any-return]
+        return _on_each(self, args, axes, (shape, axis))
 
     def __call__(self, *args: torch.Tensor) -> Any:
         key = tuple((tuple(a.shape), a.dtype) for a in args)

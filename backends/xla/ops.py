@@ -66,10 +66,14 @@ class XlaOps(Ops):
         self, handle: KV, k: torch.Tensor, v: torch.Tensor, meta: StepInputs, group: int = 0
     ) -> KV:
         if self._tpu:
+            kernel = self._kernel(write.write_rows)
             where = [meta.tensor(f"groups.{group}.{part}") for part in ("ids", "tokens")]
-            return handle.after(self._kernel(write.write_rows)(handle.data, k, v, *where))
-        slots = meta.tensor(f"slots.{group}")
-        return handle.after(self._kernel(layout.scatter)(handle.data, k, v, slots))
+        else:
+            kernel, where = self._kernel(layout.scatter), [meta.tensor(f"slots.{group}")]
+        heads = axis_of_heads(handle.kv_heads, 1)
+        axes = [heads, heads, heads, *(None for _ in where)]
+        args = [handle.data, k, v, *where]
+        return handle.after(kernel.on_each(args, axes, handle.data.shape, heads))
 
     def kv_lost(self, handles: list[KV]) -> bool:
         return any(handle.spent for handle in handles)
@@ -97,10 +101,12 @@ class XlaOps(Ops):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tile = attention.tile_size(q.shape[1], "decode" if meta.decode else "mixed")
+        heads = axis_of_heads(handle.kv_heads, 1)
+        chips = 1 if heads is None else bridge.chips()
+        tile = attention.tile_size(q.shape[1] // chips, "decode" if meta.decode else "mixed")
         kernel = self._kernel(
             attention.paged_attention,
-            kv_heads=handle.kv_heads,
+            kv_heads=handle.kv_heads // chips,
             value_size=handle.value_size,
             scale=scale,
             window=window,
@@ -109,8 +115,11 @@ class XlaOps(Ops):
         )
         args = [q, handle.data, meta.tensor(f"tables.{group}")]
         args += [meta.tensor(f"tiles.{tile}.{part}") for part in ("work", "rows", "row_of")]
-        out: torch.Tensor = kernel(*args, *([] if sinks is None else [sinks]))
-        return out
+        axes = [heads, heads, None, None, None, None]
+        if sinks is not None:
+            args.append(sinks)
+            axes.append(axis_of_heads(handle.kv_heads, 0))
+        return kernel.on_each(args, axes, (*q.shape[:2], handle.value_size), heads)
 
     # ------------------------------------------------------------------------ weights and the draw
 
