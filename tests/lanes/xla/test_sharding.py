@@ -100,6 +100,9 @@ print("sharded", len(got), "rows")
 """
 
 
+pytestmark = pytest.mark.timeout(900)
+
+
 def alone(script: str, *words: str) -> str:
     """What a script prints in a process of its own: one has one number of devices."""
     done = subprocess.run(
