@@ -186,8 +186,8 @@ LANES: tuple[Lane, ...] = (
         "xla",
         "xla",
         "executed",
-        "The XLA backend on PJRT's CPU, kit included; its StableHLO, the draw's included, compiled for "
-        "TPU v4, v5e, v5p and v6e (an environment of 7 GB)",
+        "The XLA backend on PJRT's CPU, kit included, and over two and four such devices; its StableHLO, that of four "
+        "chips and the draw's included, compiled for TPU v4, v5e, v5p and v6e (an environment of 7 GB)",
         (
             Step("pytest tests/lanes/xla"),
             Step("octavo backend check xla --device xla:cpu"),

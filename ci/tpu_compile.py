@@ -7,6 +7,7 @@ by itself: JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost
 from __future__ import annotations
 
 import multiprocessing
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2
 
 @dataclass(frozen=True)
 class Compiled:
-    """seconds: of the compile. code, temporary, aliased: bytes. kernels: custom calls in the compiled program."""
+    """seconds: of the compile. code, temporary, aliased: bytes. kernels: custom calls in the compiled program. collectives:
+    what chips say to each other in it."""
 
     chip: str
     seconds: float
@@ -27,6 +29,12 @@ class Compiled:
     temporary: int
     aliased: int
     kernels: int
+    collectives: int
+
+
+_COLLECTIVE = re.compile(
+    r" (?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
 
 
 @cache
@@ -85,6 +93,7 @@ def compile_for(chip: str, text: str, partitions: int = 1) -> Compiled:
         stats.temp_size_in_bytes,
         stats.alias_size_in_bytes,
         program.count('custom_call_target="tpu_custom_call"'),
+        len(_COLLECTIVE.findall(program)),
     )
 
 
@@ -103,13 +112,13 @@ class Compiler:
         self._process.start()
         there.close()
 
-    def __call__(self, chip: str, text: str) -> Compiled:
+    def __call__(self, chip: str, text: str, partitions: int = 1) -> Compiled:
         """Raises:
         TimeoutError: it took longer than `limit`.
         RuntimeError: the compiler refused it, or ended its process.
         """
         try:
-            self._here.send((chip, text))
+            self._here.send((chip, text, partitions))
             if not self._here.poll(self.limit):
                 raise TimeoutError(f"not compiled for {chip} after {self.limit:.0f} s")
             found: Compiled | str = self._here.recv()
@@ -134,11 +143,11 @@ class Compiler:
 def _serve(calls: Any) -> None:
     while True:
         try:
-            chip, text = calls.recv()
+            asked = calls.recv()
         except EOFError:
             return
         try:
-            calls.send(compile_for(chip, text))
+            calls.send(compile_for(*asked))
         except Exception as error:  # of any kind: whoever asked is told
             calls.send(f"{type(error).__name__}: {error}")
 

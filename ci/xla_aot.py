@@ -38,7 +38,11 @@ WRITING = 900
 KERNELS = 2 * LAYERS  # a layer writes its keys and values, and attends
 
 
-def write_steps(folder: Path, dtype: str) -> None:
+CHIPS = 4
+"""Chips that the step of several is for: as many as the smallest slices have."""
+
+
+def write_steps(folder: Path, dtype: str, chips: int = 1) -> None:
     import torch
 
     from octavo.backends.xla.backend import TpuBackend, XlaBackend
@@ -50,12 +54,13 @@ def write_steps(folder: Path, dtype: str) -> None:
     from octavo.plugins import Limits
 
     limits = Limits(max_num_seqs=32, max_model_len=2048, dtype=dtype, kv_dtype=dtype)
-    XlaBackend().start("xla:cpu", limits)
-    ops = XlaOps("CPU", target="TPU")
+    suffix = "" if chips == 1 else f":x{chips}"
+    XlaBackend().start(f"xla:cpu{suffix}", limits)
+    ops = XlaOps("CPU", target="TPU", chips=chips)
     shape = Llama.shape(CONFIG, dtype)
     model = Llama(CONFIG, shape, ops)
     backend = TpuBackend()
-    plan = backend.plan(shape, "tpu", limits)
+    plan = backend.plan(shape, f"tpu{suffix}", limits)
     weights = {
         spec.name: ops.pack_weight({n: torch.zeros(s) for n, s in spec.parts}, spec, dtype)
         for spec in model.specs()
@@ -67,13 +72,15 @@ def write_steps(folder: Path, dtype: str) -> None:
     last = {}  # the largest bucket of each lane, and the smallest of the first
     for batch in example_batches(plan.lanes):
         last[batch.kind] = batch
-        last.setdefault("smallest prefill", batch)
+        if chips == 1:
+            last.setdefault("smallest prefill", batch)
     for name, batch in last.items():
         text = forward.stablehlo(weights, kv, backend.prepare(batch, None, "tpu"))
-        file = folder / f"{dtype}, {name}, {len(batch.token_ids)} tokens.mlir"
+        over = "" if chips == 1 else f"{chips} chips, "
+        file = folder / f"{over}{dtype}, {name}, {len(batch.token_ids)} tokens.mlir"
         file.write_text(text)
         print(f"wrote {file.name}: {len(text):,} characters", flush=True)
-    if dtype == "bfloat16":
+    if dtype == "bfloat16" and chips == 1:
         write_draw(folder, ops)
 
 
@@ -104,21 +111,26 @@ def compile_steps(folder: Path, limit: float) -> int:
 
     failed = 0
     compiler = tpu_compile.Compiler(limit)
-    print(f"{'step':<45} {'chip':<5} {'seconds':>7} {'code MB':>8} {'temporary MB':>13} kernels")
+    print(
+        f"{'step':<45} {'chip':<5} {'seconds':>7} {'code MB':>8} {'temporary MB':>13} {'collectives':>11} kernels"
+    )
     for file in sorted(folder.glob("*.mlir")):
+        several = CHIPS if file.name.startswith(f"{CHIPS} chips") else 1
         for chip in tpu_compile.CHIPS:
             try:
-                made = compiler(chip, file.read_text())
+                made = compiler(chip, file.read_text(), several)
             except Exception as error:  # every other step and chip is still worth knowing
                 failed += 1
                 print(f"{file.stem:<45} {chip:<5} FAILED: {str(error)[:300]}", flush=True)
                 continue
             expected = 0 if file.name.startswith(DRAW) else KERNELS
             wrong = "" if made.kernels == expected else f", {expected} expected"
+            if bool(made.collectives) != (several > 1):
+                wrong += f", {made.collectives} collectives over {several} chips"
             failed += bool(wrong)
             print(
                 f"{file.stem:<45} {chip:<5} {made.seconds:>7.1f} {made.code / 1e6:>8.2f} "
-                f"{made.temporary / 1e6:>13.1f} {made.kernels}{wrong}",
+                f"{made.temporary / 1e6:>13.1f} {made.collectives:>11} {made.kernels}{wrong}",
                 flush=True,
             )
     compiler.close()
@@ -127,7 +139,8 @@ def compile_steps(folder: Path, limit: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--stage", choices=("write", "compile"), help=argparse.SUPPRESS)
+    stages = ("write", "write-several", "compile")
+    parser.add_argument("--stage", choices=stages, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="keep the steps' StableHLO there")
     parser.add_argument(
         "--limit",
@@ -140,6 +153,9 @@ def main() -> int:
         for dtype in ("bfloat16", "float32"):
             write_steps(args.folder, dtype)
         return 0
+    if args.stage == "write-several":
+        write_steps(args.folder, "bfloat16", CHIPS)
+        return 0
     if args.stage == "compile":
         return 1 if compile_steps(args.folder, args.limit) else 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -149,6 +165,7 @@ def main() -> int:
         # takes these settings in any other way.
         environments = {
             "write": {"PJRT_DEVICE": "CPU"},
+            "write-several": {"PJRT_DEVICE": "CPU"},
             "compile": {
                 "JAX_PLATFORMS": "cpu",
                 "TPU_SKIP_MDS_QUERY": "1",
@@ -160,7 +177,7 @@ def main() -> int:
             command = [sys.executable, __file__, "--stage", stage, "--folder", str(folder)]
             command += ["--limit", str(args.limit)]
             # What writes has a limit, too; what compiles keeps its own for each program.
-            patience = WRITING if stage == "write" else None
+            patience = None if stage == "compile" else WRITING
             try:
                 if subprocess.run(
                     command, env={**os.environ, **variables}, timeout=patience

@@ -27,7 +27,7 @@ _ELSEWHERE = {
     "gpu_memory_utilization": "use kv_fraction (share of free memory for the KV cache) or kv_memory",
     "num_gpu_blocks_override": "use num_kv_blocks",
     "kv_cache_memory_bytes": "use kv_memory",
-    "tensor_parallel_size": _ONE_PROCESS,
+    "tensor_parallel_size": "several TPU chips are one device, as --device tpu:x4; leave it out",
     "pipeline_parallel_size": _ONE_PROCESS,
     "data_parallel_size": "start one server per copy behind a load balancer; leave it out",
     "trust_remote_code": "code from a model's folder is never run; leave it out",

@@ -314,9 +314,10 @@ class Plugins:
         if suffix and word not in probe.devices:
             reached = backend.torch_device(word)
             if reached == backend.torch_device(name) and reached != suffix:
+                has = f"has no such device; it has {', '.join(probe.devices)}"
+                none = f"takes nothing behind the colon; use {name}"
                 raise ConfigError(
-                    f"--device {word!r}: backend {backend.name!r} takes nothing behind the colon; "
-                    f"use {name}"
+                    f"--device {word!r}: backend {backend.name!r} {has if probe.devices[1:] else none}"
                 )
         return Resolved(backend, word, f"--device {word} was asked for")
 

@@ -36,6 +36,8 @@ TABLE_BYTES = 256 << 10
 """What a step's block tables may take: a TPU's kernel reads them from its scalar memory."""
 SMALLEST = 16
 """Tokens in the smallest bucket, and what buckets are multiples of: rows of a 16-bit register."""
+STAND_INS = 8
+"""Most devices that PJRT's CPU is asked to be."""
 MOST_ROWS = 128
 """Rows of logits for which the largest prompt step has room, beside two for each sequence."""
 
@@ -62,6 +64,28 @@ def tpu_nodes() -> list[str]:
     return [str(path) for path in found]
 
 
+def chips_of(device: str) -> int:
+    """How many chips a device word asks for: `tpu:x4` four as one, `tpu` one.
+
+    Raises:
+        ValueError: what is behind the last `:x` is no number of at least 1.
+    """
+    _, several, count = device.rpartition(":x")
+    if not several:
+        return 1
+    if not count.isdigit() or int(count) < 1:
+        raise ValueError(f"{device!r} asks for {count!r} chips; it may ask for 2, 4, …")
+    return int(count)
+
+
+def words(name: str, chips: int) -> tuple[str, ...]:
+    """The device words for one chip and for 2, 4, … of so many, as one."""
+    counts = [1]
+    while 2 * counts[-1] <= chips:
+        counts.append(2 * counts[-1])
+    return tuple(name if count == 1 else f"{name}:x{count}" for count in counts)
+
+
 def buckets(largest: int, smallest: int = SMALLEST) -> tuple[int, ...]:
     """Doubling sizes up to `largest`, which is rounded up to a multiple of the smallest."""
     sizes = [smallest]
@@ -78,12 +102,13 @@ class XlaBackend(Backend):
     priority = -1  # never chosen by itself: `cpu` is faster
     kind = "CPU"
     attention = "plain XLA"
+    several = "xla:cpu"  # the word to which a number of chips is added
 
     def probe(self) -> Probe:
         if reason := unusable():
             return Probe(reason=reason)
         details = {p: metadata.version(p) for p in ("torch_xla", "jax")}
-        return Probe(devices=("xla:cpu",), details=details)
+        return Probe(devices=words("xla:cpu", STAND_INS), details=details)
 
     def torch_device(self, device: str) -> str:
         return "xla:0"
@@ -103,12 +128,14 @@ class XlaBackend(Backend):
             ops={"every op": "XLA"} | dict.fromkeys(kernels, self.attention),
             notes={
                 "step": "one XLA program per bucket, all compiled at the start",
+                "several chips": f"as one, one program over all: {self.several}:x2, :x4, …",
                 "ran on": "PJRT CPU; the kernels are compiled for TPU v4, v5e, v5p and v6e, never executed",
                 **({} if self.kind == "TPU" else {"execution": f"stand-in (PJRT {self.kind})"}),
             },
         )
 
     def plan(self, model: ModelShape, device: str, limits: Limits) -> ExecutionPlan:
+        chips = chips_of(device)
         decodes = buckets(limits.max_num_seqs)
         seqs = decodes[-1]
         block = limits.block_size or 16
@@ -147,20 +174,29 @@ class XlaBackend(Backend):
             ),
             dtype=limits.dtype,
             kv_dtype=limits.kv_dtype,
+            layout="ranks" if chips == 1 else "spmd",
+            world_size=chips,
             max_logits_rows=rows,
         )
 
     def start(self, device: str, limits: Limits) -> None:
         # torch_xla looks for this while it is imported, and guesses, aloud, where it is not set.
         os.environ.setdefault("PJRT_DEVICE", self.kind)
+        if self.kind == "CPU":  # programs are compiled to be checked, in a third of the time
+            os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        if (chips := chips_of(device)) > 1:
+            if self.kind == "CPU":
+                os.environ.setdefault("CPU_NUM_DEVICES", str(chips))
+            # Of every program it says that another partitioner will follow this one.
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         from octavo.backends.xla import bridge
 
-        bridge.start(self.kind, exact=limits.dtype == "float32")
+        bridge.start(self.kind, exact=limits.dtype == "float32", chips=chips)
 
     def ops(self, device: str) -> Ops:
         from octavo.backends.xla.ops import XlaOps
 
-        return XlaOps(self.kind)
+        return XlaOps(self.kind, chips=chips_of(device))
 
     def prepare(self, batch: Batch, prev: StepOut | None, device: str) -> Any:
         from octavo.backends.xla.inputs import StepInputs
@@ -185,6 +221,7 @@ class TpuBackend(XlaBackend):
     priority = 30
     kind = "TPU"
     attention = "Pallas"
+    several = "tpu"
 
     def probe(self) -> Probe:
         found = super().probe()
@@ -194,7 +231,8 @@ class TpuBackend(XlaBackend):
             return Probe(reason="this machine has no TPU (no /dev/accel* or /dev/vfio/*)")
         if find_spec("libtpu") is None:
             return Probe(reason="libtpu is not installed: pip install 'torch_xla[tpu]'")
-        return Probe(devices=("tpu",), details={**found.details, "chips": str(len(nodes))})
+        details = {**found.details, "chips": str(len(nodes))}
+        return Probe(devices=words("tpu", len(nodes)), details=details)
 
     def memory(self, device: str) -> MemoryInfo:
         from octavo.backends.xla import bridge
@@ -202,5 +240,5 @@ class TpuBackend(XlaBackend):
         known = bridge.memory()
         if known is None:
             return super().memory(device)
-        total, used = known
-        return MemoryInfo(total=total, free=total - used)
+        total, used = known  # of one chip: the others hold as much
+        return MemoryInfo(total=total * chips_of(device), free=(total - used) * chips_of(device))

@@ -27,21 +27,26 @@ from octavo.core.config import ConfigError
 Tensors = Sequence[torch.Tensor]
 
 
-def start(kind: str, exact: bool = False) -> str:
+def start(kind: str, exact: bool = False, chips: int = 1) -> str:
     """Starts PJRT for a device kind, "CPU" or "TPU", and returns the torch device. Once in a process: later
-    calls must name the same kind. exact: float32 products in float32, also on a chip with a shorter format for them.
+    calls must name the same kind and number of chips. exact: float32 products in float32, also on a chip with a
+    shorter format for them. chips: devices that one program runs on; the torch device stands for all of them.
 
     Raises:
-        ConfigError: it has no such device, or the process already uses another kind.
+        ConfigError: it has no such device, or the process already uses another kind or number.
     """
-    if (running := _started()) is not None and running != kind:
+    global _mesh
+    asked = f"{kind} x {chips}"
+    if (running := _started()) is not None and running != asked:
         raise ConfigError(
-            f"this process already runs XLA on {running}, and can have one kind only: use another "
-            f"process for {kind}"
+            f"this process already runs XLA on {running}, and can have one kind and number of devices only: "
+            f"use another process for {asked}"
         )
     if running is None:
         runtime.set_device_type(kind)
         _keep_jax_off_the_device()
+        if chips > 1:
+            _mesh = _line_of(chips, kind)
     if exact:
         _XLAC._xla_set_mat_mul_precision("highest")  # the public form warns at every call
     try:
@@ -54,7 +59,7 @@ def start(kind: str, exact: bool = False) -> str:
 def _started() -> str | None:
     if not _XLAC._xla_runtime_is_initialized():
         return None
-    return str(runtime.device_type())
+    return f"{runtime.device_type()} x {chips()}"
 
 
 def _keep_jax_off_the_device() -> None:
@@ -126,12 +131,14 @@ class Captured:
         self, fn: Callable[..., Tensors], args: Tensors, donated: Sequence[int] = ()
     ) -> None:
         settle()
-        places = {_XLAC._xla_get_tensor_id(tensor): i for i, tensor in enumerate(args)}
+        # By their memory: a tensor that is cut is another one after it was, of the same memory.
+        places = {at: i for i, at in enumerate(_XLAC._get_tensors_handle(list(args)))}
         results = list(fn(*args))
-        ids, leaves = _XLAC._get_tensors_xla_device_data_node(results)
+        _, leaves = _XLAC._get_tensors_xla_device_data_node(results)
         # Of a parameter that is none of `args`, the value it had when captured: a constant.
         self._inputs: list[int | torch.Tensor] = [
-            places.get(i, leaf) for i, leaf in zip(ids, leaves, strict=True)
+            places.get(at, leaf)
+            for at, leaf in zip(_XLAC._get_tensors_handle(leaves), leaves, strict=True)
         ]
         for place in donated:
             _XLAC._set_buffer_donation(args[place], True)
@@ -158,17 +165,55 @@ def stablehlo(fn: Callable[..., Tensors], args: Tensors) -> str:
 # ------------------------------------------------------------------------------ several chips as one
 
 
-def mesh(size: int) -> Any:
+_mesh: Any = None
+"""The devices that every program runs on, where they are several."""
+
+
+def _line_of(size: int, kind: str) -> Any:
     """`size` devices as one line, over which tensors can be cut. Before anything else is done with XLA."""
     runtime.use_spmd()
+    if (found := runtime.global_runtime_device_count()) < size:
+        raise ConfigError(f"XLA has {found} {kind} devices here, and {size} were asked for")
     return sharding.Mesh(np.arange(size), (size,), ("model",))
 
 
-def cut(tensor: torch.Tensor, over: Any, axis: int | None) -> torch.Tensor:
-    """The tensor with `axis` cut over a mesh's devices, or with None a copy on each."""
-    axes = tuple("model" if i == axis else None for i in range(tensor.dim()))
-    sharding.mark_sharding(tensor, over, axes)
+def chips() -> int:
+    """Devices that a program runs on."""
+    return 1 if _mesh is None else int(_mesh.size())
+
+
+def cut(tensor: torch.Tensor, axis: int | None) -> torch.Tensor:
+    """The tensor with `axis` cut over the devices in even parts; with None, or where it does not divide, each has all
+    of it. On one device, the tensor itself."""
+    if _mesh is not None:
+        whole = axis is None or tensor.shape[axis] % chips() != 0
+        axes = tuple("model" if i == axis and not whole else None for i in range(tensor.dim()))
+        sharding.mark_sharding(tensor, _mesh, axes)
     return tensor
+
+
+def _on_each(
+    fn: Callable[..., torch.Tensor],
+    args: Tensors,
+    axes: Sequence[int | None],
+    result: tuple[Sequence[int], int | None],
+) -> torch.Tensor:
+    """fn, on every device of its own parts of `args`, which are cut along `axes`. result: the whole result's shape,
+    and the axis along which the devices' results are put together."""
+
+    def spec(count: int, axis: int | None) -> tuple[str | None, ...]:
+        return tuple("model" if i == axis else None for i in range(count))
+
+    parts = []
+    for arg, axis in zip(args, axes, strict=True):
+        sharding.mark_sharding(arg, _mesh, spec(arg.dim(), axis))
+        parts.append(_XLAC._spmd_full_to_shard_shape(arg))
+    mine = fn(*parts)
+    shape, axis = result
+    _XLAC._mark_manual_sharding(mine, _XLAC.OpSharding([], [], [], sharding.ShardingType.MANUAL))
+    whole = _mesh.get_op_sharding(spec(len(shape), axis))
+    joined: torch.Tensor = _XLAC._spmd_shard_to_full_shape(mine, whole, list(shape), mine.dtype)
+    return joined
 
 
 def cut_as(tensor: torch.Tensor) -> str:
@@ -189,6 +234,19 @@ class Kernel:
     def __init__(self, fn: Callable[..., Any], platform: str) -> None:
         self._fn, self._platform = fn, platform
         self._lowered: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def on_each(
+        self,
+        args: Tensors,
+        axes: Sequence[int | None],
+        shape: Sequence[int],
+        axis: int | None,
+    ) -> torch.Tensor:
+        """The kernel on each chip, of its own part: no partitioner looks into a kernel. axes: along which each of `args`
+        is cut; None: every chip sees all of it. shape, axis: the whole result's, and along which it is cut."""
+        if _mesh is None:
+            return self(*args)  # type: ignore[no-any-return]
+        return _on_each(self, args, axes, (shape, axis))
 
     def __call__(self, *args: torch.Tensor) -> Any:
         key = tuple((tuple(a.shape), a.dtype) for a in args)

@@ -31,6 +31,10 @@ class KV:
         """The same cache once it holds `data`."""
         return KV(data, self.kv_heads, self.value_size)
 
+    def cut(self, data: torch.Tensor) -> torch.Tensor:
+        """What is to be this cache's data, by heads over the chips if they divide: a head stays on one."""
+        return bridge.cut(data, axis_of_heads(self.kv_heads, 1))
+
     def spend(self) -> torch.Tensor:
         """The data, for a program that takes over its memory."""
         self.spent = True
@@ -39,6 +43,11 @@ class KV:
     @property
     def block_bytes(self) -> int:
         return 4 * math.prod(self.data.shape[1:])
+
+
+def axis_of_heads(kv_heads: int, axis: int) -> int | None:
+    """The axis of a tensor's KV heads, where each chip can have as many of them."""
+    return None if kv_heads % bridge.chips() else axis
 
 
 class BlockMoves:
@@ -67,7 +76,10 @@ class BlockMoves:
         if key not in self._programs:
 
             def move(*traced: torch.Tensor) -> list[torch.Tensor]:
-                return [per_layer(traced[i], i, traced[count:]) for i in range(count)]
+                moved = (per_layer(traced[i], i, traced[count:]) for i in range(count))
+                if name == "export":  # every chip gathers all of it, inside the program
+                    return [bridge.cut(pages, None) for pages in moved]
+                return [h.cut(data) for h, data in zip(handles, moved, strict=True)]
 
             donated = () if name == "export" else range(count)
             self._programs[key] = bridge.Captured(move, args, donated)

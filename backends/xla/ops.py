@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from octavo.backends.xla import bridge, sampling
-from octavo.backends.xla.cache import KV, BlockMoves
+from octavo.backends.xla.cache import KV, BlockMoves, axis_of_heads
 from octavo.backends.xla.inputs import StepInputs
 from octavo.core import ops as portable
 from octavo.kernels.pallas import attention, layout, write
@@ -20,11 +20,12 @@ from octavo.plugins import KVSpec, Ops, PackedWeight, QuantizedTensor, SampleInp
 class XlaOps(Ops):
     """The portable operations are XLA programs as they are; these are not.
 
-    kind: what PJRT runs on, "CPU" or "TPU"; target: what kernels and layouts are for, if that is another.
+    kind: what PJRT runs on, "CPU" or "TPU"; target: what kernels and layouts are for, if that is another. chips: how
+    many devices every program runs on.
     """
 
-    def __init__(self, kind: str, target: str | None = None) -> None:
-        self.device = bridge.start(kind)
+    def __init__(self, kind: str, target: str | None = None, chips: int = 1) -> None:
+        self.device = bridge.start(kind, chips=chips)
         self._tpu = (target or kind) == "TPU"
         self._kernel: Callable[..., bridge.Kernel] = cache(self._new_kernel)
         self._moves = BlockMoves(self._kernel)
@@ -42,7 +43,8 @@ class XlaOps(Ops):
         return words, block_size, size
 
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        return 4 * math.prod(self._block_shape(spec, block_size))
+        copies = bridge.chips() if axis_of_heads(spec.kv_heads, 1) is None else 1
+        return copies * 4 * math.prod(self._block_shape(spec, block_size))
 
     @bridge.plain_tensors()
     def alloc_kv(self, groups: Sequence[KVSpec], num_blocks: int, block_size: int) -> list[KV]:
@@ -52,7 +54,8 @@ class XlaOps(Ops):
             dtype = torch.float32 if spec.dtype == "float32" else torch.int32
             for layer in spec.layers:
                 data = torch.zeros(shape, dtype=dtype, device=self.device)
-                by_layer[layer] = KV(data, spec.kv_heads, spec.head_size_v)
+                by_layer[layer] = made = KV(data, spec.kv_heads, spec.head_size_v)
+                made.cut(data)
         bridge.settle()
         handles = [by_layer[layer] for layer in sorted(by_layer)]
         # Blocks move between steps: the programs for it are built before the first.
@@ -63,10 +66,14 @@ class XlaOps(Ops):
         self, handle: KV, k: torch.Tensor, v: torch.Tensor, meta: StepInputs, group: int = 0
     ) -> KV:
         if self._tpu:
+            kernel = self._kernel(write.write_rows)
             where = [meta.tensor(f"groups.{group}.{part}") for part in ("ids", "tokens")]
-            return handle.after(self._kernel(write.write_rows)(handle.data, k, v, *where))
-        slots = meta.tensor(f"slots.{group}")
-        return handle.after(self._kernel(layout.scatter)(handle.data, k, v, slots))
+        else:
+            kernel, where = self._kernel(layout.scatter), [meta.tensor(f"slots.{group}")]
+        heads = axis_of_heads(handle.kv_heads, 1)
+        axes = [heads, heads, heads, *(None for _ in where)]
+        args = [handle.data, k, v, *where]
+        return handle.after(kernel.on_each(args, axes, handle.data.shape, heads))
 
     def kv_lost(self, handles: list[KV]) -> bool:
         return any(handle.spent for handle in handles)
@@ -94,10 +101,12 @@ class XlaOps(Ops):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tile = attention.tile_size(q.shape[1], "decode" if meta.decode else "mixed")
+        heads = axis_of_heads(handle.kv_heads, 1)
+        chips = 1 if heads is None else bridge.chips()
+        tile = attention.tile_size(q.shape[1] // chips, "decode" if meta.decode else "mixed")
         kernel = self._kernel(
             attention.paged_attention,
-            kv_heads=handle.kv_heads,
+            kv_heads=handle.kv_heads // chips,
             value_size=handle.value_size,
             scale=scale,
             window=window,
@@ -106,8 +115,11 @@ class XlaOps(Ops):
         )
         args = [q, handle.data, meta.tensor(f"tables.{group}")]
         args += [meta.tensor(f"tiles.{tile}.{part}") for part in ("work", "rows", "row_of")]
-        out: torch.Tensor = kernel(*args, *([] if sinks is None else [sinks]))
-        return out
+        axes = [heads, heads, None, None, None, None]
+        if sinks is not None:
+            args.append(sinks)
+            axes.append(axis_of_heads(handle.kv_heads, 0))
+        return kernel.on_each(args, axes, (*q.shape[:2], handle.value_size), heads)
 
     # ------------------------------------------------------------------------ weights and the draw
 
@@ -118,7 +130,7 @@ class XlaOps(Ops):
         packed = portable.pack_weight("cpu", parts, spec, dtype)
         if isinstance(packed, QuantizedTensor):
             return packed.to(self.device, packed.dtype)
-        return packed.to(self.device)
+        return bridge.cut(packed.to(self.device), spec.shard_axis)
 
     def sample(self, logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
         return sampling.sample(logits, rows, self._kernel)

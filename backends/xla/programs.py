@@ -81,7 +81,8 @@ class Forward:
 
         def step(*_: torch.Tensor) -> list[torch.Tensor]:
             out, after = self._fn(weights, list(kv), inputs.reading(names, flat))
-            return [out.logits, *(h.data for h in after)]
+            assert out.logits is not None
+            return [bridge.cut(out.logits, None), *(h.cut(h.data) for h in after)]
 
         return names, step, [flat, *(h.data for h in kv), *tensors_of(weights)]
 
@@ -110,7 +111,7 @@ class Sample:
             def draw(given: torch.Tensor, *values: torch.Tensor) -> list[torch.Tensor]:
                 drawn_by = dict.fromkeys(ROWS) | dict(zip(names, values, strict=True))
                 inputs = SampleInputs(**drawn_by, all_greedy=rows.all_greedy)
-                return [self._fn(given, inputs)]
+                return [bridge.cut(self._fn(given, inputs), None)]
 
             self._programs[key] = bridge.Captured(draw, args)
         return self._programs[key](args)[0]

@@ -182,10 +182,8 @@ def _validated(
                     f"from {low} to {high}. --device reference takes any"
                 )
     _check_rows(plan, config, who)
-    if (plan.layout, plan.world_size) != ("ranks", 1):
-        raise ConfigError(
-            f"{who} asks for {plan.world_size} ranks ({plan.layout}); this engine runs one"
-        )
+    if plan.layout == "ranks" and plan.world_size != 1:  # "spmd" is one process, too
+        raise ConfigError(f"{who} asks for {plan.world_size} ranks; this engine runs one")
     return plan
 
 

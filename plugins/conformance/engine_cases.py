@@ -109,7 +109,7 @@ class Trial:
                   "num_kv_blocks": 64, "max_model_len": 3 * self.block_size + 200,
                   "max_num_seqs": self.subject.size(8, 4),
                   # Every prompt whole, and no larger shapes to run at the start than that takes.
-                  "max_num_batched_tokens": max(256, 2 * self.block_size + 64)}  # fmt: skip
+                  "max_num_batched_tokens": max(self.subject.static(128, 256), 2 * self.block_size + 64)}  # fmt: skip
         return {**values, **more}
 
     @contextmanager
@@ -165,12 +165,11 @@ def trial(subject: Subject, dice: Dice, model: str, numbers: tuple[str, str]) ->
     size = tiny.head_size(subject.capabilities, bool(tiny.MODELS[model].get("odd")))
     with tempfile.TemporaryDirectory(prefix="octavo-conformance-") as folder:
         tiny.write(Path(folder), model, size, dice, layers=subject.size(3, 2))
-        sizes = [s for s in subject.capabilities.block_sizes if s <= 256]
-        block = (
-            int(dice.choice(sizes[: subject.size(3, 1)]))
-            if sizes
-            else subject.capabilities.block_sizes[0]
-        )
+        sizes = [s for s in subject.capabilities.block_sizes if s <= 256][: subject.size(3, 1)]
+        sizes = sizes or [subject.capabilities.block_sizes[0]]
+        # One size for all scenarios of a model where each is a set of programs: they are compiled once.
+        number = subject.static(list(tiny.MODELS).index(model) % len(sizes), None)
+        block = int(dice.choice(sizes) if number is None else sizes[number])
         yield Trial(subject, Path(folder), *numbers, block)
 
 

@@ -92,6 +92,10 @@ class Subject:
         """How much of something: a smaller number where cases are to be small."""
         return brief if self.brief else usual
 
+    def static(self, fixed: Any, usual: Any) -> Any:
+        """The first where every shape is a program that takes seconds to compile, and `full` was not asked."""
+        return fixed if self.capabilities.shapes == "static" and not self.full else usual
+
     def execute(self, case: Case) -> Finding:
         """Runs a case's body as the engine runs a step: without autograd."""
         with torch.inference_mode():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
 from octavo.backends.xla import backend as xla
+from octavo.core.config import ConfigError
 from octavo.core.lanes import LaneSet
 from octavo.core.warm_up import example_batches
-from octavo.plugins import KVSpec, Limits, ModelShape
+from octavo.plugins import KVSpec, Limits, ModelShape, Probe
+from octavo.plugins.manager import plugins
 
 BACKENDS = (xla.XlaBackend(), xla.TpuBackend())
 
@@ -61,6 +64,27 @@ def test_plans_are_static(backend: xla.XlaBackend, seqs: int, tokens: int | None
         assert table <= xla.TABLE_BYTES or plan.block_size == 256
     assert plan.block_size in backend.capabilities("tpu").block_sizes
     assert len(list(example_batches(plan.lanes))) <= 30, "each is a program to compile"
+
+
+def test_several_chips_are_one_device() -> None:
+    assert xla.words("tpu", 1) == ("tpu",)
+    assert xla.words("tpu", 4) == ("tpu", "tpu:x2", "tpu:x4")
+    assert xla.words("xla:cpu", 7) == ("xla:cpu", "xla:cpu:x2", "xla:cpu:x4")
+    assert [xla.chips_of(word) for word in ("tpu", "xla:cpu", "tpu:x4")] == [1, 1, 4]
+    for word in ("tpu:x", "tpu:x0", "tpu:xy"):
+        with pytest.raises(ValueError, match="2, 4"):
+            xla.chips_of(word)
+    limits = Limits(max_num_seqs=8, max_model_len=512)
+    one, four = (BACKENDS[1].plan(shape(), word, limits) for word in ("tpu", "tpu:x4"))
+    assert (one.layout, one.world_size) == ("ranks", 1)
+    assert four == replace(one, layout="spmd", world_size=4)
+
+
+def test_a_number_of_chips_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla.XlaBackend, "probe", lambda _: Probe(xla.words("xla:cpu", 4)))
+    assert plugins().resolve("xla:cpu:x4").device == "xla:cpu:x4"
+    with pytest.raises(ConfigError, match="no such device; it has xla:cpu, xla:cpu:x2, xla:cpu:x4"):
+        plugins().resolve("xla:cpu:x3")
 
 
 def test_an_asked_for_block_size_stands() -> None:

@@ -146,7 +146,6 @@ def test_a_backend_with_too_few_rows_is_refused_at_the_start(
         (ExecutionPlan(16, (Lane(), Lane()), "float32", "float32"), "lanes 0 and 1 both take prefill"),
         (ExecutionPlan(16, (Lane(kinds=("decode",)),), "float32", "float32"), "no lane takes prompts"),
         (ExecutionPlan(16, (Lane(),), "float32", "float32", world_size=2), "asks for 2 ranks"),
-        (ExecutionPlan(16, (Lane(),), "float32", "float32", layout="spmd"), "spmd"),
     ],
 )  # fmt: skip
 def test_plans_are_validated(
