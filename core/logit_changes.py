@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,14 +54,19 @@ def change_logits(
     sequences: Sequence[Seq | Ahead],
     states: list[DrawState],
     changed: list[int],
+    guessed: Container[int] = (),
 ) -> None:
-    """Does to rows `changed` of logits [L, V] float32 what their states ask for, in place."""
+    """Does to rows `changed` of logits [L, V] float32 what their states ask for, in place.
+
+    guessed: those whose grammars are left out; `octavo.core.guesses` sees to them after the draw.
+    """
     masks: dict[int, Int32] = {}
     ahead: dict[DrawState, Seq] = {}  # whose grammars went ahead over drafts
     for i in changed:
         state, sequence = states[i], sequences[i]
         row = logits[i]
-        if isinstance(sequence, Ahead) and state.grammar is not None:
+        grammar = None if i in guessed else state.grammar
+        if isinstance(sequence, Ahead) and grammar is not None:
             if i - 1 not in masks or not allows(masks[i - 1], sequence.draft):
                 continue  # the draft will not be taken: whatever is drawn behind it is dropped
             ahead[state] = sequence.sequence
@@ -78,9 +83,9 @@ def change_logits(
         early = state.early
         if early is not None and sequence.num_output >= sequence.request.params.min_tokens:
             early = None
-        if state.grammar is not None:
-            state.grammar.advance(sequence)
-            masks[i] = state.grammar.mask()
+        if grammar is not None:
+            grammar.advance(sequence)
+            masks[i] = grammar.mask()
             if early is not None and only(masks[i], early):
                 early = None  # the text is complete: it ends, though it is short
         if early is not None:

@@ -46,6 +46,7 @@ KERNEL_OPS = (
     "decoder_layer",
     "sample",
     "mask_logits",
+    "best_allowed",
     "token_logprobs",
 )
 """Ops that the C++ library runs."""
