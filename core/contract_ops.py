@@ -261,7 +261,7 @@ class Ops:
         self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
     ) -> torch.Tensor:
         """The most likely token that may be drawn, of some rows: int64 [R], the lowest id on ties; -1 where
-        no allowed logit exceeds minus infinity, or one is a NaN. `logits` [L, V] float32 stay as they are.
+        that logit is not finite, there is none, or one is a NaN. `logits` [L, V] float32 stay as they are.
 
         rows [R] int64 and words [R, ceil(V / 32)] int32: as for `mask_logits`. Asked where logits are on
         the host.

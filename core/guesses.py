@@ -48,9 +48,7 @@ def settle(ops: Ops, logits: torch.Tensor, tokens: Int64, guesses: list[Guess]) 
             return
         rows = torch.tensor([guess.row for guess in refused], dtype=torch.int64)
         words = torch.from_numpy(masks([guess.grammar for guess in refused]))
-        best = ops.best_allowed(logits, rows, words)
-        finite = logits[rows, best.clamp_min(0)].isfinite()
-        found: list[int] = torch.where(finite, best, -1).tolist()
+        found: list[int] = ops.best_allowed(logits, rows, words).tolist()
         guesses = []
         for guess, token in zip(refused, found, strict=True):
             tokens[guess.row] = token

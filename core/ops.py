@@ -406,7 +406,8 @@ def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -
 
 def best_allowed(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     masked = _masked(logits, rows, words)
-    return _without_failures(masked, masked.argmax(-1))
+    tokens = _without_failures(masked, masked.argmax(-1))
+    return torch.where(masked.amax(-1) == float("inf"), torch.full_like(tokens, -1), tokens)
 
 
 def token_logprobs(

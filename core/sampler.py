@@ -215,7 +215,9 @@ class Sampler:
             if state.guesses and state.grammar is not None and (end == row + 1 or item.drafts):
                 sequence: Seq = item.sequence
                 known = sequence.num_tokens
-                drafts = sequence.tokens[known : known + item.drafts].tolist() if item.drafts else ()
+                drafts = (
+                    sequence.tokens[known : known + item.drafts].tolist() if item.drafts else ()
+                )
                 found.append(Guess(row, end, sequence, state.grammar, drafts))
             row = end
         return found

@@ -304,6 +304,8 @@ class GrammarState:
 
     def advance(self, sequence: Seq | Ahead) -> None:
         """Takes the output tokens since the last call, or gives back those that are there no more."""
+        if sequence.num_output == self._consumed:
+            return
         if sequence.num_output < self._consumed:
             self._matcher.rollback(self._consumed - sequence.num_output)
             self._consumed = sequence.num_output
@@ -329,7 +331,8 @@ class GrammarState:
 
         An error (its work went beyond what is allowed) leaves no bit either.
         """
-        return masks([self])[0]
+        words: Int32 = masks([self])[0]
+        return words
 
     def fill(self, words: Int32, address: int) -> None:
         """The same, into contiguous memory at `address`, of which `words` is the array."""

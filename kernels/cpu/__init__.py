@@ -313,7 +313,7 @@ def _mask(logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
 def best_allowed(out: Tensor, logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """out int64 [R]: of row rows[i] (int64 [R]) of float32 logits [B, V] the largest logit's token (the
     lowest such id) among those whose bit v % 32 of words[i, v // 32] (int32 [R, ceil(V / 32)]) is 1; -1
-    if there is none above -inf, or a NaN.
+    if there is none, it is not finite, or one is a NaN.
     """
     rows, words = _mask(logits, rows, words)
     lib.best_allowed(

@@ -127,6 +127,7 @@ def profiled(engine: Engine, outputs: Any, profile: Profile) -> Iterator[None]:
             (runner._sampler, "run", timed("sample", runner._sampler.run)),
             (sampler, "change_logits", within("changing logits", logit_changes.change_logits)),
             (sampler, "settle", within("changing logits", guesses.settle)),
+            (runner._sampler, "_guesses", within("changing logits", runner._sampler._guesses)),
         ]
     else:
         replaced.append((runner, "execute", timed("forward", runner.execute)))

@@ -77,7 +77,7 @@ int64_t argmax(const float *x, int64_t n, float *top) {
     if (x[i] == best) return i;
 }
 
-// The same of the logits whose bit is set, reading no word's logits that has none.
+// The same of the logits whose bit is set, -1 also if it is infinite. Reads no word's logits that has none.
 int64_t argmax_allowed(const float *x, int64_t n, const uint32_t *words) {
   constexpr int64_t kSpan = 2048;
   const vi lane = lanes(), lane_bit = splat_i(1) << lane;
@@ -103,7 +103,7 @@ int64_t argmax_allowed(const float *x, int64_t n, const uint32_t *words) {
     const float here = hmax(a);
     if (here > best) best = here, best_span = from;
   }
-  if (bits(bad) || best_span < 0) return -1;
+  if (bits(bad) || best_span < 0 || best == __builtin_inff()) return -1;
   for (int64_t i = best_span;; ++i)
     if ((words[i / 32] >> i % 32 & 1) && x[i] == best) return i;
 }
