@@ -11,6 +11,7 @@ are computed as long as the device is at its forward pass; so masks come first t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,17 +41,14 @@ def settle(ops: Ops, logits: torch.Tensor, tokens: Int64, guesses: list[Guess]) 
     A grammar goes along with its tokens, up to the first one that is not its draft.
     """
     for guess in guesses:
-        guess.grammar.advance(guess.sequence)
+        sequence = guess.sequence
+        if guess.grammar.consumed != sequence.num_tokens - sequence.num_prompt:
+            guess.grammar.advance(sequence)
     while guesses:
         drawn: list[int] = tokens.tolist()
         refused = [left for guess in guesses if (left := _refused(guess, drawn)) is not None]
-        if not refused:
-            return
-        rows = torch.tensor([guess.row for guess in refused], dtype=torch.int64)
-        words = torch.from_numpy(masks([guess.grammar for guess in refused]))
-        found: list[int] = ops.best_allowed(logits, rows, words).tolist()
         guesses = []
-        for guess, token in zip(refused, found, strict=True):
+        for guess, token in zip(refused, _drawn_again(ops, logits, refused), strict=True):
             tokens[guess.row] = token
             if token >= 0 and guess.row + 1 < guess.end and token == guess.drafts[0]:
                 guess.grammar.take(token)
@@ -66,3 +64,21 @@ def _refused(guess: Guess, drawn: list[int]) -> Guess | None:
         if at + 1 < end and drawn[at] != drafts[at - row]:
             break
     return None
+
+
+def _drawn_again(ops: Ops, logits: torch.Tensor, refused: list[Guess]) -> list[int]:
+    """The best token for the first row of each."""
+    found = [guess.grammar.settled for guess in refused]  # what else could it be
+    for i, token in enumerate(found):
+        if token >= 0 and not math.isfinite(logits[refused[i].row, token].item()):
+            found[i] = -1
+    several = [guess for guess in refused if guess.grammar.settled < 0]
+    if not several:
+        return found
+    rows = torch.tensor([guess.row for guess in several], dtype=torch.int64)
+    words = torch.from_numpy(masks([guess.grammar for guess in several]))
+    best = iter(ops.best_allowed(logits, rows, words).tolist())
+    return [
+        token if guess.grammar.settled >= 0 else next(best)
+        for guess, token in zip(refused, found, strict=True)
+    ]

@@ -77,8 +77,8 @@ class DrawState:
         self.plain = self.plain and not self.beams
         # Drawn first, and put to its grammar then: `octavo.core.guesses`. Whether a text that is too short
         # may end all the same is seen from the mask.
-        self.guesses = self.grammar is not None and self.greedy and not self.beams
-        self.guesses = self.guesses and self.early is None
+        guesses = self.greedy and not self.beams and self.early is None
+        self.guessed = self.grammar if guesses else None
 
     def fork(self) -> DrawState:
         """The state of a beam that begins as this one."""
@@ -173,7 +173,7 @@ class Sampler:
         changed = [
             i
             for i, state in enumerate(states)
-            if state.changes_logits and (i not in guessed or state.changes_without_grammar)
+            if state.changes_without_grammar or (state.changes_logits and i not in guessed)
         ]
         beams = [i for i, state in enumerate(states) if state.beams]
         if beams:  # what changes logits changes log-probabilities here, which are not normed again
@@ -210,15 +210,17 @@ class Sampler:
             return found
         row = 0
         for item in items:
-            state, end = states[row], row + item.samples
-            # The first tokens of several samples follow one and the same state.
-            if state.guesses and state.grammar is not None and (end == row + 1 or item.drafts):
+            grammar, end = states[row].guessed, row + item.samples
+            if grammar is not None:
                 sequence: Seq = item.sequence
-                known = sequence.num_tokens
-                drafts = (
-                    sequence.tokens[known : known + item.drafts].tolist() if item.drafts else ()
-                )
-                found.append(Guess(row, end, sequence, state.grammar, drafts))
+                if item.drafts:
+                    known = sequence.num_tokens
+                    drafts = sequence.tokens[known : known + item.drafts].tolist()
+                    found.append(Guess(row, end, sequence, grammar, drafts))
+                elif (
+                    end == row + 1
+                ):  # the first tokens of several samples follow one and the same state
+                    found.append(Guess(row, end, sequence, grammar))
             row = end
         return found
 

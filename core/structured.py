@@ -288,42 +288,50 @@ class Grammars:
 
 
 class GrammarState:
-    """How far one sequence has followed its grammar. `words`: of 32 bits, in a mask."""
+    """How far one sequence has followed its grammar.
+
+    words: of 32 bits, in a mask. consumed: output tokens that it has taken. settled: the one token that was
+    possible where `take` was last called, or -1 if there were others.
+    """
+
+    __slots__ = ("_matcher", "consumed", "settled", "words")
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
-        self._consumed = 0
+        self.consumed, self.settled = 0, -1
         self.words = -(-vocab_size // 32)
 
     def fork(self) -> GrammarState:
         """A state as far as this one."""
         other = GrammarState.__new__(GrammarState)
         other._matcher = self._matcher.deep_copy()
-        other._consumed, other.words = self._consumed, self.words
+        other.consumed, other.settled, other.words = self.consumed, self.settled, self.words
         return other
 
     def advance(self, sequence: Seq | Ahead) -> None:
         """Takes the output tokens since the last call, or gives back those that are there no more."""
-        if sequence.num_output == self._consumed:
+        if sequence.num_output == self.consumed:
             return
-        if sequence.num_output < self._consumed:
-            self._matcher.rollback(self._consumed - sequence.num_output)
-            self._consumed = sequence.num_output
-        start = sequence.num_prompt + self._consumed
+        if sequence.num_output < self.consumed:
+            self._matcher.rollback(self.consumed - sequence.num_output)
+            self.consumed = sequence.num_output
+        start = sequence.num_prompt + self.consumed
         if start < sequence.num_tokens:
             self._matcher.consume_tokens(sequence.tokens[start : sequence.num_tokens].tolist())
-            self._consumed = sequence.num_output
+            self.consumed = sequence.num_output
 
     def take(self, token: int) -> bool:
         """Goes on by one token if it is one that `mask` would leave, and else stays where it is. Costs a
         fraction of a mask. No token (-1) is never taken."""
+        matcher = self._matcher
         # Text that the grammar settles is spelled in one way only: so has a mask it.
-        settled = self._matcher.compute_ff_tokens()
-        if token < 0 or (settled and settled[0] != token):
+        forced = matcher.compute_ff_tokens()
+        self.settled = forced[0] if forced else -1
+        if token < 0 or (forced and forced[0] != token):
             return False
-        if self._matcher.try_consume_tokens([token]) != 1:
+        if matcher.try_consume_tokens([token]) != 1:
             return False
-        self._consumed += 1
+        self.consumed += 1
         return True
 
     def mask(self) -> Int32:

@@ -52,9 +52,9 @@ def test_a_token_is_taken_where_the_mask_leaves_it(folder: Path, spec: dict[str,
     dice = np.random.default_rng(5)
     start = _state(folder, spec)
     settled = 0
-    for _ in range(6):
+    for _ in range(3):
         state = start.fork()
-        for _ in range(40):
+        for _ in range(25):
             mask = state.fork().mask()
             left = [t for t in range(264) if allows(mask, t)]
             taken = []
@@ -64,6 +64,7 @@ def test_a_token_is_taken_where_the_mask_leaves_it(folder: Path, spec: dict[str,
                     taken.append(token)
                 else:  # and it is where it was
                     assert np.array_equal(other.mask(), mask)
+                assert other.settled < 0 or left == [other.settled]
             assert not state.fork().take(-1)
             if left == [EOS]:
                 assert taken in ([], [EOS])  # the text is complete: who is refused has its mask
@@ -79,7 +80,7 @@ def test_a_token_is_taken_where_the_mask_leaves_it(folder: Path, spec: dict[str,
 
 
 def _asked(name: str, spec: dict[str, Any], **params: Any) -> Request:
-    values = {"temperature": 0.0, "max_tokens": 60, **params}
+    values = {"temperature": 0.0, "max_tokens": 32, **params}
     return Request(
         id=name,
         prompt_token_ids=[5, 9, len(name), 7],
@@ -101,7 +102,7 @@ def _requests() -> list[Request]:
         "warm": {"temperature": 0.8, "seed": 4},
         "beams": {"use_beam_search": True, "best_of": 2},
     }
-    made = [_asked(f"{i}-{k}", spec) for k in range(3) for i, spec in enumerate(SPECS)]
+    made = [_asked(f"{i}-{k}", spec) for k in range(2) for i, spec in enumerate(SPECS)]
     for name, params in more.items():
         spec = SPECS[0] if name not in ("allowed", "bias") else {"regex": "[A-Za-z]{4,9}"}
         made.append(_asked(name, spec, **params))
@@ -125,11 +126,10 @@ def _told(found: dict[str, Any]) -> dict[str, Any]:
     "options",
     [
         {},
-        {"device": "cpu"},
         {"device": "cpu", "num_kv_blocks": 24, "max_num_batched_tokens": 24, "max_num_seqs": 9},
         {"device": "cpu", "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}},
     ],
-    ids=["reference", "cpu", "tight", "drafts"],
+    ids=["reference", "tight", "drafts"],
 )  # fmt: skip
 def test_masks_first_or_only_where_a_token_is_refused(
     folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
