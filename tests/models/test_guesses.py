@@ -80,7 +80,7 @@ def test_a_token_is_taken_where_the_mask_leaves_it(folder: Path, spec: dict[str,
 
 
 def _asked(name: str, spec: dict[str, Any], **params: Any) -> Request:
-    values = {"temperature": 0.0, "max_tokens": 32, **params}
+    values = {"temperature": 0.0, "max_tokens": 48, **params}
     return Request(
         id=name,
         prompt_token_ids=[5, 9, len(name), 7],
@@ -126,7 +126,7 @@ def _told(found: dict[str, Any]) -> dict[str, Any]:
     "options",
     [
         {},
-        {"device": "cpu", "num_kv_blocks": 24, "max_num_batched_tokens": 24, "max_num_seqs": 9},
+        {"device": "cpu", "num_kv_blocks": 20, "max_num_batched_tokens": 24, "max_num_seqs": 9},
         {"device": "cpu", "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}},
     ],
     ids=["reference", "tight", "drafts"],
