@@ -266,6 +266,17 @@ class Ops:
         """
         portable.mask_logits(logits, rows, words)
 
+    def best_allowed(
+        self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
+    ) -> torch.Tensor:
+        """The most likely token that may be drawn, of some rows: int64 [R], the lowest id on ties; -1 where
+        that logit is not finite, there is none, or one is a NaN. `logits` [L, V] float32 stay as they are.
+
+        rows [R] int64 and words [R, ceil(V / 32)] int32: as for `mask_logits`. Asked where logits are on
+        the host.
+        """
+        return portable.best_allowed(logits, rows, words)
+
     def token_logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

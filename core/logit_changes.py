@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,40 +54,30 @@ def change_logits(
     sequences: Sequence[Seq | Ahead],
     states: list[DrawState],
     changed: list[int],
+    guessed: Container[int] = (),
 ) -> None:
-    """Does to rows `changed` of logits [L, V] float32 what their states ask for, in place."""
+    """Does to rows `changed` of logits [L, V] float32 what their states ask for, in place.
+
+    guessed: those whose grammars are left out; `octavo.core.guesses` sees to them after the draw.
+    """
     masks: dict[int, Int32] = {}
+    words = np.zeros((0, 0), np.int32)
     ahead: dict[DrawState, Seq] = {}  # whose grammars went ahead over drafts
     for i in changed:
-        state, sequence = states[i], sequences[i]
-        row = logits[i]
-        if isinstance(sequence, Ahead) and state.grammar is not None:
-            if i - 1 not in masks or not allows(masks[i - 1], sequence.draft):
-                continue  # the draft will not be taken: whatever is drawn behind it is dropped
-            ahead[state] = sequence.sequence
-        if state.allowed is not None:
-            allowed = torch.from_numpy(state.allowed).to(logits.device)
-            kept = row[allowed].clone()
-            row.fill_(float("-inf"))
-            row[allowed] = kept
-        if state.bad_words is not None:
-            state.bad_words.advance(
-                sequence.tokens[sequence.num_prompt : sequence.num_tokens].tolist()
-            )
-            row[index_at(state.bad_words.banned(), row)] = float("-inf")
-        early = state.early
-        if early is not None and sequence.num_output >= sequence.request.params.min_tokens:
-            early = None
-        if state.grammar is not None:
-            state.grammar.advance(sequence)
-            masks[i] = state.grammar.mask()
-            if early is not None and only(masks[i], early):
-                early = None  # the text is complete: it ends, though it is short
-        if early is not None:
-            row[index_at(early, row)] = float("-inf")
-        if state.bias is not None and state.bias_ids is not None:
-            bias = torch.tensor(list(state.bias.values()), dtype=torch.float32, device=row.device)
-            row[index_at(state.bias_ids, row)] += bias
+        state, sequence, mask = states[i], sequences[i], None
+        grammar = None if i in guessed else state.grammar
+        if grammar is not None:
+            if isinstance(sequence, Ahead):
+                if i - 1 not in masks or not allows(masks[i - 1], sequence.draft):
+                    continue  # the draft will not be taken: whatever is drawn behind it is dropped
+                ahead[state] = sequence.sequence
+            if not masks:
+                words = np.empty((len(changed), grammar.words), np.int32)
+            grammar.advance(sequence)
+            mask = masks[i] = words[len(masks)]
+            grammar.fill(mask, mask.ctypes.data)
+        if state.changes_without_grammar:
+            _change_row(logits[i], sequence, state, mask)
     for state, behind in ahead.items():
         assert state.grammar is not None
         state.grammar.advance(behind)  # back to where it is
@@ -96,8 +86,29 @@ def change_logits(
         _penalise(logits, sequences, states, penalised)
     if masks:
         rows = torch.tensor(list(masks), dtype=torch.int64, device=logits.device)
-        words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
-        ops.mask_logits(logits, rows, words)
+        ops.mask_logits(logits, rows, torch.from_numpy(words[: len(masks)]).to(logits.device))
+
+
+def _change_row(
+    row: torch.Tensor, sequence: Seq | Ahead, state: DrawState, mask: Int32 | None
+) -> None:
+    """All but grammar and penalties, to one row [V]. mask: the grammar's, if it has one."""
+    if state.allowed is not None:
+        allowed = torch.from_numpy(state.allowed).to(row.device)
+        kept = row[allowed].clone()
+        row.fill_(float("-inf"))
+        row[allowed] = kept
+    if state.bad_words is not None:
+        state.bad_words.advance(sequence.tokens[sequence.num_prompt : sequence.num_tokens].tolist())
+        row[index_at(state.bad_words.banned(), row)] = float("-inf")
+    early = state.early
+    if early is not None and sequence.num_output < sequence.request.params.min_tokens:
+        complete = mask is not None and only(mask, early)  # then it ends, though it is short
+        if not complete:
+            row[index_at(early, row)] = float("-inf")
+    if state.bias is not None and state.bias_ids is not None:
+        bias = torch.tensor(list(state.bias.values()), dtype=torch.float32, device=row.device)
+        row[index_at(state.bias_ids, row)] += bias
 
 
 def _penalise(

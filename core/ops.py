@@ -398,14 +398,29 @@ def sample(logits: torch.Tensor, rows: SampleInputs) -> torch.Tensor:
                 -torch.log(uniform_rows([pairs[i] for i in part], vocab, logits.device))
             )
             tokens[part] = (scores + noise).argmax(-1)
+    return _without_failures(logits, tokens)
+
+
+def _without_failures(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """tokens [L], -1 where a logit of the row [V] is a NaN or all are minus infinity."""
     bad = logits.isnan().any(-1) | (logits.amax(-1) == float("-inf"))
     return torch.where(bad, torch.full_like(tokens, -1), tokens)
 
 
-def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+def _masked(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
     keep = (bits & 1).flatten(1)[:, : logits.shape[1]].bool()
-    logits[rows] = logits[rows].masked_fill(~keep, float("-inf"))
+    return logits[rows].masked_fill(~keep, float("-inf"))
+
+
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    logits[rows] = _masked(logits, rows, words)
+
+
+def best_allowed(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    masked = _masked(logits, rows, words)
+    tokens = _without_failures(masked, masked.argmax(-1))
+    return torch.where(masked.amax(-1) == float("inf"), torch.full_like(tokens, -1), tokens)
 
 
 def token_logprobs(

@@ -20,6 +20,7 @@ from octavo.core.bad_words import BadWords, VocabularyIndex
 from octavo.core.batch import prompt_logprob_rows
 from octavo.core.beam_candidates import beam_candidates, forked
 from octavo.core.contract import Ops, SampleInputs
+from octavo.core.guesses import Guess, settle
 from octavo.core.logit_changes import Penalties, change_logits, id_array, index_at
 from octavo.core.sequence import Ahead
 from octavo.core.sequence import Sequence as Seq
@@ -60,17 +61,9 @@ class DrawState:
         self.penalties = Penalties(sequence) if penalised else None
         structured = params.structured_outputs
         self.grammar = grammars.state(structured) if structured and grammars else None
-        self.changes_logits = any(
-            x is not None
-            for x in (
-                self.allowed,
-                self.bias,
-                self.early,
-                self.bad_words,
-                self.penalties,
-                self.grammar,
-            )
-        )
+        others = (self.allowed, self.bias, self.early, self.bad_words, self.penalties)
+        self.changes_without_grammar = any(x is not None for x in others)
+        self.changes_logits = self.changes_without_grammar or self.grammar is not None
         self.logprobs = params.logprobs
         if self.logprobs is None and params.width > params.n and not params.use_beam_search:
             self.logprobs = 0  # the best samples are those whose sum is the highest
@@ -82,6 +75,10 @@ class DrawState:
         # The most likely of the raw logits, and nothing else: the same whoever the sequence is.
         self.plain = self.greedy and not self.changes_logits and self.logprobs is None
         self.plain = self.plain and not self.beams
+        # Drawn first, and put to its grammar then: `octavo.core.guesses`. Whether a text that is too short
+        # may end all the same is seen from the mask.
+        guesses = self.greedy and not self.beams and self.early is None
+        self.guessed = self.grammar if guesses else None
 
     def fork(self) -> DrawState:
         """The state of a beam that begins as this one."""
@@ -171,16 +168,24 @@ class Sampler:
             else:
                 sequences.extend([item.sequence] * item.samples)
         wanted = [i for i, state in enumerate(states) if state.logprobs is not None]
-        changed = [i for i, state in enumerate(states) if state.changes_logits]
+        guesses = self._guesses(items, states)
+        guessed = {i for guess in guesses for i in range(guess.row, guess.end)}
+        changed = [
+            i
+            for i, state in enumerate(states)
+            if state.changes_without_grammar or (state.changes_logits and i not in guessed)
+        ]
         beams = [i for i, state in enumerate(states) if state.beams]
         if beams:  # what changes logits changes log-probabilities here, which are not normed again
             drawn[beams] = torch.log_softmax(drawn[beams], dim=-1)
         raw = drawn
         if changed:
             raw = drawn.clone() if wanted else drawn
-            change_logits(self._ops, drawn, sequences, states, changed)
+            change_logits(self._ops, drawn, sequences, states, changed, guessed)
         inputs = self._sample_inputs(plan.lane, items, sequences, states, size)
         tokens = self._draw(drawn, inputs)[:count]
+        if guesses:
+            settle(self._ops, drawn, tokens, guesses)
         logprobs: list[TokenLogprobs | None] = []
         candidates = {i: beam_candidates(drawn[i], raw[i], states[i]) for i in beams}
         if beams:
@@ -197,6 +202,27 @@ class Sampler:
                     tokens[i] = -1  # the fault lies in logits that parameters had masked
         found = {i: found for i, found in candidates.items() if found is not None}
         return StepResult(tokens, logprobs, prompt, found)
+
+    def _guesses(self, items: list[ScheduledTokens], states: list[DrawState]) -> list[Guess]:
+        """The rows to draw without their grammars at first."""
+        found: list[Guess] = []
+        if self._device != "cpu":
+            return found
+        row = 0
+        for item in items:
+            grammar, end = states[row].guessed, row + item.samples
+            if grammar is not None:
+                sequence: Seq = item.sequence
+                if item.drafts:
+                    known = sequence.num_tokens
+                    drafts = sequence.tokens[known : known + item.drafts].tolist()
+                    found.append(Guess(row, end, sequence, grammar, drafts))
+                elif (
+                    end == row + 1
+                ):  # the first tokens of several samples follow one and the same state
+                    found.append(Guess(row, end, sequence, grammar))
+            row = end
+        return found
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Runs the program once for greedy rows alone and once as other rows have it, on these logits

@@ -288,46 +288,79 @@ class Grammars:
 
 
 class GrammarState:
-    """How far one sequence has followed its grammar."""
+    """How far one sequence has followed its grammar.
+
+    words: of 32 bits, in a mask. consumed: output tokens that it has taken. settled: the one token that was
+    possible where `take` was last called, or -1 if there were others.
+    """
+
+    __slots__ = ("_matcher", "consumed", "settled", "words")
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
-        self._consumed = 0
-        self._words = -(-vocab_size // 32)
+        self.consumed, self.settled = 0, -1
+        self.words = -(-vocab_size // 32)
 
     def fork(self) -> GrammarState:
         """A state as far as this one."""
         other = GrammarState.__new__(GrammarState)
         other._matcher = self._matcher.deep_copy()
-        other._consumed, other._words = self._consumed, self._words
+        other.consumed, other.settled, other.words = self.consumed, self.settled, self.words
         return other
 
     def advance(self, sequence: Seq | Ahead) -> None:
         """Takes the output tokens since the last call, or gives back those that are there no more."""
-        if sequence.num_output < self._consumed:
-            self._matcher.rollback(self._consumed - sequence.num_output)
-            self._consumed = sequence.num_output
-        start = sequence.num_prompt + self._consumed
+        if sequence.num_output == self.consumed:
+            return
+        if sequence.num_output < self.consumed:
+            self._matcher.rollback(self.consumed - sequence.num_output)
+            self.consumed = sequence.num_output
+        start = sequence.num_prompt + self.consumed
         if start < sequence.num_tokens:
             self._matcher.consume_tokens(sequence.tokens[start : sequence.num_tokens].tolist())
-            self._consumed = sequence.num_output
+            self.consumed = sequence.num_output
+
+    def take(self, token: int) -> bool:
+        """Goes on by one token if it is one that `mask` would leave, and else stays where it is. Costs a
+        fraction of a mask. No token (-1) is never taken."""
+        matcher = self._matcher
+        # Text that the grammar settles is spelled in one way only: so has a mask it.
+        forced = matcher.compute_ff_tokens()
+        self.settled = forced[0] if forced else -1
+        if token < 0 or (forced and forced[0] != token):
+            return False
+        if matcher.try_consume_tokens([token]) != 1:
+            return False
+        self.consumed += 1
+        return True
 
     def mask(self) -> Int32:
         """Which tokens may come next, a bit each: int32 [ceil(V / 32)]. No bit where none may.
 
         An error (its work went beyond what is allowed) leaves no bit either.
         """
+        words: Int32 = masks([self])[0]
+        return words
+
+    def fill(self, words: Int32, address: int) -> None:
+        """The same, into contiguous memory at `address`, of which `words` is the array."""
+        self._matcher.unsafe_compute_mask_ptr(address, words.nbytes)
         if self._matcher.is_error():
-            return np.zeros(self._words, np.int32)
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
-        if self._matcher.is_error():
-            return np.zeros(self._words, np.int32)
-        return words[: self._words]
+            words[:] = 0
 
     @property
     def error(self) -> str:
         """Why it can go no further; empty if it can."""
         return self._matcher.get_error() if self._matcher.is_error() else ""
+
+
+def masks(states: Sequence[GrammarState]) -> Int32:
+    """The masks of one or more states of one vocabulary: int32 [R, ceil(V / 32)]."""
+    made = np.empty((len(states), states[0].words), np.int32)
+    address, stride = made.ctypes.data, made.strides[0]
+    for i, state in enumerate(states):
+        state.fill(made[i], address + i * stride)
+    return made
 
 
 def allows(mask: Int32, token: int) -> bool:

@@ -51,6 +51,7 @@ KERNEL_OPS = (
     "decoder_layers",
     "sample",
     "mask_logits",
+    "best_allowed",
     "token_logprobs",
 )
 """Ops that the C++ library runs."""

@@ -443,6 +443,13 @@ class CpuOps(Ops):
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
         lib.mask_logits(logits, rows, words)
 
+    def best_allowed(
+        self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty(rows.shape[0], dtype=torch.int64)
+        lib.best_allowed(out, logits, rows, words)
+        return out
+
     def token_logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -84,6 +84,7 @@ __all__ = [
     "act_and_mul",
     "add_rms_norm",
     "available",
+    "best_allowed",
     "copy_blocks",
     "core_count",
     "decoder_layers",
@@ -303,17 +304,40 @@ def sample(
         fail(status, "sample")
 
 
+def _mask(logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    rows, words = rows.contiguous(), words.contiguous()
+    wanted = (len(rows), -(-logits.shape[1] // 32))
+    if words.shape != wanted:
+        raise ValueError(f"words are {tuple(words.shape)}, not {wanted}")
+    return rows, words
+
+
+def best_allowed(out: Tensor, logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """out int64 [R]: of row rows[i] (int64 [R]) of float32 logits [B, V] the largest logit's token (the
+    lowest such id) among those whose bit v % 32 of words[i, v // 32] (int32 [R, ceil(V / 32)]) is 1; -1
+    if there is none, it is not finite, or one is a NaN.
+    """
+    rows, words = _mask(logits, rows, words)
+    lib.best_allowed(
+        out.data_ptr(),
+        logits.data_ptr(),
+        logits.shape[1],
+        logits.stride(0),
+        rows.data_ptr(),
+        words.data_ptr(),
+        words.shape[1],
+        len(rows),
+    )
+
+
 def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """Sets to -inf what of float32 logits [B, V] may not be drawn, in place: of row rows[i] (int64 [R])
     the tokens v whose bit v % 32 of words[i, v // 32] (int32 [R, ceil(V / 32)]) is 0.
     """
-    rows, words = rows.contiguous(), words.contiguous()
-    vocab = logits.shape[1]
-    if words.shape != (len(rows), -(-vocab // 32)):
-        raise ValueError(f"words are {tuple(words.shape)}, not {(len(rows), -(-vocab // 32))}")
+    rows, words = _mask(logits, rows, words)
     lib.mask_logits(
         logits.data_ptr(),
-        vocab,
+        logits.shape[1],
         logits.stride(0),
         rows.data_ptr(),
         words.data_ptr(),

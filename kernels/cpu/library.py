@@ -39,6 +39,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "act_and_mul": (_I, [_P, _P, _I64, _I64, _I64, _I64, _I, _I]),
     "sample": (_I, [_P, _P, _I64, _I64, _I64, _P, _P, _P, _P, _P, _P]),
     "token_logprobs": (_I, [_P, _P, _P, _P, _P, _I64, _I64, _I64]),
+    "best_allowed": (_I, [_P, _P, _I64, _I64, _P, _P, _I64, _I64]),
     "mask_logits": (None, [_P, _I64, _I64, _P, _P, _I64, _I64]),
     "weight_bytes": (_I64, [_P]),
     "pack_weight": (_I, [_P, _P, _P, _I]),

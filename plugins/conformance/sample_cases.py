@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from octavo.core.contract import SampleInputs
+from octavo.core.types import Int64
 from octavo.plugins.conformance import truth
 from octavo.plugins.conformance.batches import logits_rows_of
 from octavo.plugins.conformance.case import (
@@ -157,9 +158,11 @@ def distribution(subject: Subject, dice: Dice) -> Finding:
     return within("chi-square of draws", chi, bound)
 
 
-def masks(subject: Subject, dice: Dice, aspect: str) -> Finding:
-    """mask_logits: of the named rows the tokens whose bit is 0 become minus infinity; all else stays, bit by
-    bit, and bits behind the vocabulary mean nothing."""
+def _masked(
+    subject: Subject, dice: Dice, aspect: str
+) -> tuple[Array, Int64, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [L, V] as they are when all is done exactly, and the named rows; then what an op is given: the
+    logits, those rows, and the words of their masks."""
     rows, vocab = _rows(subject, 12), int(dice.choice([5, 31, 33, 101, 997, 4099]))
     if aspect == "whole-words":
         vocab = int(dice.choice([32, 64, 4096]))
@@ -178,17 +181,33 @@ def masks(subject: Subject, dice: Dice, aspect: str) -> Finding:
     # The logits of a device of static shapes are changed on the host.
     where = "cpu" if subject.capabilities.shapes == "static" else subject.torch_device
     given = torch.from_numpy(logits).float().to(where)
-    subject.ops.mask_logits(
-        given,
-        torch.from_numpy(named.astype(np.int64)).to(where),
-        torch.from_numpy(words.view(np.int32)).to(where),
-    )
+    index = torch.from_numpy(named.astype(np.int64)).to(where)
+    return exact, named, given, index, torch.from_numpy(words.view(np.int32)).to(where)
+
+
+def masks(subject: Subject, dice: Dice, aspect: str) -> Finding:
+    """mask_logits: of the named rows the tokens whose bit is 0 become minus infinity; all else stays, bit by
+    bit, and bits behind the vocabulary mean nothing."""
+    exact, named, given, rows, words = _masked(subject, dice, aspect)
+    subject.ops.mask_logits(given, rows, words)
     wrong = get(given) != exact
     at = tuple(int(i) for i in np.argwhere(wrong)[0]) if wrong.any() else ()
+    shape = f"{exact.shape[0]} x {exact.shape[1]}"
     demand(
         not at,
-        f"row, token {at} of {rows} x {vocab} is wrong after masking rows {sorted(map(int, named))}",
+        f"row, token {at} of {shape} is wrong after masking rows {sorted(map(int, named))}",
     )
+    return Finding()
+
+
+def allowed(subject: Subject, dice: Dice, aspect: str) -> Finding:
+    """best_allowed: of the named rows the most likely token whose bit is 1, -1 if none is; the logits stay."""
+    exact, named, given, rows, words = _masked(subject, dice, aspect)
+    before = given.clone()
+    got = subject.ops.best_allowed(given, rows, words).cpu().tolist()
+    best = [int(row.argmax()) if row.max() > -np.inf else -1 for row in exact[named]]
+    demand(got == best, f"{got} for {best}, the best that masks of rows {named.tolist()} leave")
+    demand(torch.equal(given, before), "the logits were changed")
     return Finding()
 
 
@@ -222,6 +241,11 @@ def cases(subject: Subject, full: bool) -> list[Case]:
     made += [
         Case("op", "mask_logits", "float32", aspect, i, lambda s, d, a=aspect: masks(s, d, a))  # type: ignore[misc]
         for aspect in ("random", "every-row", "whole-words", "blank")
+        for i in range(2 * more)
+    ]
+    made += [
+        Case("op", "best_allowed", "float32", aspect, i, lambda s, d, a=aspect: allowed(s, d, a))  # type: ignore[misc]
+        for aspect in ("random", "whole-words", "blank")
         for i in range(2 * more)
     ]
     made += [Case("op", "token_logprobs", "float32", "", i, logprobs) for i in range(4 * more)]

@@ -331,6 +331,28 @@ class MasksFromTheLargestBit(Ops):
         logits[rows] = logits[rows].masked_fill(~keep, -math.inf)
 
 
+class AllowsFirstRows(Ops):
+    """The first rows are looked at, whichever are named."""
+
+    def best_allowed(self, logits: Any, rows: Any, words: Any) -> Any:
+        return super().best_allowed(logits, torch.arange(len(rows)), words)
+
+
+class AllowsAll(Ops):
+    """The best token of all, whatever is allowed."""
+
+    def best_allowed(self, logits: Any, rows: Any, words: Any) -> Any:
+        return super().best_allowed(logits, rows, torch.full_like(words, -1))
+
+
+class AllowsByMasking(Ops):
+    """The right token, and the logits of the others are gone."""
+
+    def best_allowed(self, logits: Any, rows: Any, words: Any) -> Any:
+        super().mask_logits(logits, rows, words)
+        return super().best_allowed(logits, rows, words)
+
+
 class RanksFromZero(Ops):
     """The most likely token has rank 0."""
 

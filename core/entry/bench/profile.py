@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.core import logit_changes, sampler
+from octavo.core import guesses, logit_changes, sampler
 from octavo.core.engine import Engine
 from octavo.core.instruments import Instruments
 from octavo.core.runner import Runner
@@ -27,7 +27,7 @@ HOST_TARGET, SAMPLE_TARGET = 0.10, 0.05
 @dataclass
 class StepTimes:
     """One step: its size and the seconds of each part; of those, what the kernels' counters tell apart, and
-    what changing logits took (masks of structured output, biases, penalties)."""
+    what changing logits took (grammars and masks of structured output, biases, penalties)."""
 
     sequences: int
     tokens: int
@@ -126,6 +126,8 @@ def profiled(engine: Engine, outputs: Any, profile: Profile) -> Iterator[None]:
             (runner, "_forward", timed("forward", runner._forward)),
             (runner._sampler, "run", timed("sample", runner._sampler.run)),
             (sampler, "change_logits", within("changing logits", logit_changes.change_logits)),
+            (sampler, "settle", within("changing logits", guesses.settle)),
+            (runner._sampler, "_guesses", within("changing logits", runner._sampler._guesses)),
         ]
     else:
         replaced.append((runner, "execute", timed("forward", runner.execute)))

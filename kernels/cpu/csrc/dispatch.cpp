@@ -151,6 +151,12 @@ int octavo_token_logprobs(float *logprob, int64_t *rank, float *logsumexp, const
   return timed(OCTAVO_SAMPLE, choice.table->token_logprobs, logprob, rank, logsumexp, logits, ids, rows, vocab,
                                       row_stride);
 }
+int octavo_best_allowed(int64_t *out, const float *logits, int64_t vocab, int64_t row_stride,
+                        const int64_t *rows, const uint32_t *words, int64_t row_words,
+                        int64_t count) {
+  return timed(OCTAVO_SAMPLE, choice.table->best_allowed, out, logits, vocab, row_stride, rows, words, row_words,
+                                      count);
+}
 int64_t octavo_weight_bytes(const octavo_weight *w) { return choice.table->weight_bytes(w); }
 int octavo_pack_weight(const octavo_weight *w, const void *const *parts, const int64_t *part_rows,
                        int dtype) {

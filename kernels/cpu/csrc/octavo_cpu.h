@@ -164,6 +164,11 @@ OCTAVO_API int octavo_sample(int64_t *out, const float *logits, int64_t rows, in
 OCTAVO_API int octavo_token_logprobs(float *logprob, int64_t *rank, float *logsumexp,
                                      const float *logits, const int64_t *ids, int64_t rows,
                                      int64_t vocab, int64_t row_stride);
+/* out[i]: of row rows[i] the largest logit (the lowest such token) whose bit (v % 32 of word v / 32) in
+   words[i * row_words ...] is 1; -1 if it is not finite, there is none, or one is a NaN. */
+OCTAVO_API int octavo_best_allowed(int64_t *out, const float *logits, int64_t vocab,
+                                   int64_t row_stride, const int64_t *rows, const uint32_t *words,
+                                   int64_t row_words, int64_t count);
 /* Logits that may not be drawn become -infinity: of rows[i] those whose bit (v % 32 of word v / 32) in
    words[i * row_words ...] is 0. */
 OCTAVO_API void octavo_mask_logits(float *logits, int64_t vocab, int64_t row_stride,

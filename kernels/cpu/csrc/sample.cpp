@@ -77,6 +77,37 @@ int64_t argmax(const float *x, int64_t n, float *top) {
     if (x[i] == best) return i;
 }
 
+// The same of the logits whose bit is set, -1 also if it is infinite. Reads no word's logits that has none.
+int64_t argmax_allowed(const float *x, int64_t n, const uint32_t *words) {
+  constexpr int64_t kSpan = 2048;
+  const vi lane = lanes(), lane_bit = splat_i(1) << lane;
+  float best = kNegInf;
+  int64_t best_span = -1;
+  vi bad = {};
+  for (int64_t from = 0; from < n; from += kSpan) {
+    const int64_t to = from + kSpan < n ? from + kSpan : n;
+    vf a = splat(kNegInf);
+    for (int64_t v = from; v < to; v += 32) {
+      const uint32_t word = words[v / 32];
+      if (word == 0) continue;
+      for (int j = 0; j < 32 && v + j < to; j += W) {
+        const int left = int(to - v - j);
+        vi keep = (splat_i(int32_t(word >> j)) & lane_bit) != 0;
+        if (left < W) keep &= lane < left;
+        const vf y = left < W ? load_part(x + v + j, left) : load(x + v + j);
+        const vf kept = keep ? y : splat(kNegInf);
+        bad |= kept != kept;
+        a = vmax(a, kept);
+      }
+    }
+    const float here = hmax(a);
+    if (here > best) best = here, best_span = from;
+  }
+  if (bits(bad) || best_span < 0 || best == __builtin_inff()) return -1;
+  for (int64_t i = best_span;; ++i)
+    if ((words[i / 32] >> i % 32 & 1) && x[i] == best) return i;
+}
+
 OCTAVO_INLINE vf weight_of(const Row &r, vf logit) {
   return exp((logit - splat(r.top)) / splat(r.scale));
 }
@@ -318,6 +349,16 @@ int sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab, int64
       const uint64_t key = splitmix64((seed ? seed[b] : 0) ^ splitmix64(counter ? counter[b] : 0));
       out[b] = draw(r, floor, last, key, out[b]);
     }
+  });
+  return OCTAVO_OK;
+}
+
+int best_allowed(int64_t *out, const float *logits, int64_t vocab, int64_t row_stride, const int64_t *rows,
+                 const uint32_t *words, int64_t row_words, int64_t count) {
+  const int threads = count * vocab < 131072 ? 1 : octavo::max_threads();
+  parallel(count, 1, threads, [&](int, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      out[i] = argmax_allowed(logits + rows[i] * row_stride, vocab, words + i * row_words);
   });
   return OCTAVO_OK;
 }

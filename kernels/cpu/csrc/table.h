@@ -12,6 +12,7 @@ struct KernelTable {
   decltype(&octavo_act_and_mul) act_and_mul;
   decltype(&octavo_sample) sample;
   decltype(&octavo_token_logprobs) token_logprobs;
+  decltype(&octavo_best_allowed) best_allowed;
   decltype(&octavo_weight_bytes) weight_bytes;
   decltype(&octavo_pack_weight) pack_weight;
   decltype(&octavo_pack_codes) pack_codes;

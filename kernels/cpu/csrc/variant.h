@@ -27,6 +27,8 @@ int sample(int64_t *, const float *, int64_t, int64_t, int64_t, const float *, c
            const float *, const float *, const uint64_t *, const uint64_t *);
 int token_logprobs(float *, int64_t *, float *, const float *, const int64_t *, int64_t, int64_t,
                    int64_t);
+int best_allowed(int64_t *, const float *, int64_t, int64_t, const int64_t *, const uint32_t *, int64_t,
+                 int64_t);
 int64_t weight_bytes(const octavo_weight *);
 int pack_weight(const octavo_weight *, const void *const *, const int64_t *, int);
 int unpack_rows(const octavo_weight *, float *, const int64_t *, int64_t);
