@@ -327,7 +327,8 @@ def test_requests_that_run_at_shutdown_are_finished_or_ended(own_server: Any) ->
     def read(count: int) -> None:
         body = {"prompt": "x", "max_tokens": count, "stream": True}
         with server.http() as http, http.stream("POST", COMPLETIONS, json=body) as answer:
-            events[count] += [line for line in answer.iter_lines() if line]
+            for line in filter(None, answer.iter_lines()):
+                events[count].append(line)
 
     workers = [threading.Thread(target=read, args=(count,)) for count in events]
     for worker in workers:
