@@ -96,6 +96,7 @@ LESS = {  # a benchmark on little work: here it must run, not measure
     "octavo bench linear": "--rows 2 --passes 1",
     "octavo bench scaling": "--batch 1,2 --context 64,128 --repeats 2",
     "octavo bench perplexity": "--num-tokens 64",
+    "octavo bench sharing": "--width 2 --trace alpaca --sampled-requests 10 --requests 2 --max-output 16",
     "octavo bench embeddings": "--texts 2 --repeats 1",
 }
 
@@ -122,7 +123,7 @@ def test_command(command: str, tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "Traceback" not in done.stderr
@@ -187,7 +188,7 @@ def test_python(code: str, tmp_path: Path) -> None:
     file = tmp_path / "example.py"
     file.write_text(code)
     done = subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, timeout=280, cwd=tmp_path
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=1200, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

@@ -37,7 +37,7 @@ def test_an_example(number: int, folder: Path) -> None:
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
