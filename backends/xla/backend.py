@@ -36,6 +36,11 @@ TABLE_BYTES = 256 << 10
 """What a step's block tables may take: a TPU's kernel reads them from its scalar memory."""
 SMALLEST = 16
 """Tokens in the smallest bucket, and what buckets are multiples of: rows of a 16-bit register."""
+FOR_CHECKING = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+"""XLA's flags on its CPU device: programs compiled in a third of the time, each in one piece."""
+KEPT = 1024
+"""Programs that torch_xla keeps there. A step's takes about 100 mappings of memory, of which Linux gives a process 65,530
+(vm.max_map_count): the 2048 that it would keep do not fit."""
 STAND_INS = 8
 """Most devices that PJRT's CPU is asked to be."""
 MOST_ROWS = 128
@@ -182,8 +187,9 @@ class XlaBackend(Backend):
     def start(self, device: str, limits: Limits) -> None:
         # torch_xla looks for this while it is imported, and guesses, aloud, where it is not set.
         os.environ.setdefault("PJRT_DEVICE", self.kind)
-        if self.kind == "CPU":  # programs are compiled to be checked, in a third of the time
-            os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        if self.kind == "CPU":
+            os.environ.setdefault("XLA_FLAGS", FOR_CHECKING)
+            os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", str(KEPT))
         if (chips := chips_of(device)) > 1:
             if self.kind == "CPU":
                 os.environ.setdefault("CPU_NUM_DEVICES", str(chips))

@@ -14,6 +14,8 @@ from octavo.kernels.pallas import layout
 
 AT_ONCE = 8
 """Blocks that one call of a program moves; more take more calls of the same program."""
+FORGOTTEN = 500
+"""After so many other programs torch_xla may have dropped one; where it has not, noting it anew compiles nothing."""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class BlockMoves:
     def __init__(self, kernel: Callable[..., bridge.Kernel]) -> None:
         self._kernel = kernel
         self._programs: dict[Any, bridge.Captured] = {}
+        self._used: dict[Any, int] = {}  # programs compiled until each was used last
 
     def _run(
         self,
@@ -73,7 +76,8 @@ class BlockMoves:
         uploaded = [bridge.upload(t) for t in extra]
         args = [*(h.data for h in handles), *uploaded]
         key = (name, *((tuple(h.data.shape), h.data.dtype) for h in handles))
-        if key not in self._programs:
+        compiled = bridge.compilations()
+        if compiled - self._used.get(key, -FORGOTTEN) >= FORGOTTEN:
 
             def move(*traced: torch.Tensor) -> list[torch.Tensor]:
                 moved = (per_layer(traced[i], i, traced[count:]) for i in range(count))
@@ -83,6 +87,7 @@ class BlockMoves:
 
             donated = () if name == "export" else range(count)
             self._programs[key] = bridge.Captured(move, args, donated)
+        self._used[key] = compiled
         if name != "export":
             args = [*(h.spend() for h in handles), *uploaded]
         return self._programs[key](args)
