@@ -236,7 +236,7 @@ class CpuOps(Ops):
                 scales=dtype == torch.int8,
             )
             for layer in spec.layers:
-                k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
+                k, v = (lib.huge_pages(torch.empty(shape, dtype=dtype)) for shape in shapes)
                 by_layer[layer] = CpuKV(k, v, block_size, spec.head_size_v)
         return [by_layer[layer] for layer in sorted(by_layer)]
 

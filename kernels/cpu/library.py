@@ -23,6 +23,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "force_isa": (_I, [ctypes.c_char_p]),
     "set_threads": (_I, [_I, _I]),
     "threads": (_I, []),
+    "huge_pages": (None, [_P, ctypes.c_size_t]),
     "profile": (None, [_I]),
     "profile_read": (None, [_P]),
     "peak": (ctypes.c_double, [_I, _I64]),
@@ -143,6 +144,15 @@ def address(array: HostArray) -> int:
     """Where the elements of a torch tensor or numpy array are."""
     pointer = getattr(array, "data_ptr", None)
     return int(pointer() if pointer is not None else array.ctypes.data)  # type: ignore[union-attr]
+
+
+def huge_pages(memory: Tensor) -> Tensor:
+    """Asks the system to back a contiguous tensor that was not written yet with huge pages.
+
+    It may decline, and nothing but speed depends on it. Returns the tensor.
+    """
+    lib.huge_pages(memory.data_ptr(), memory.numel() * memory.element_size())
+    return memory
 
 
 def host(array: HostArray, name: str, dtype: str, dimensions: int) -> int:

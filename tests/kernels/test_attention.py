@@ -375,7 +375,11 @@ def test_a_run_of_tokens_writes_what_each_alone_writes(isa: str, kv_dtype: torch
     case = Case([(1, 1)], d=d, dv=dv, block_size=block, kv_dtype=kv_dtype)
     shapes = cpu.kv_shapes(6, 2, d, dv, block, scales=kv_dtype == torch.int8)
     g = torch.Generator().manual_seed(3)
-    for first, count in [(0, 192), (5, 70), *((first, n) for first in (0, 9) for n in range(1, 20))]:
+    for first, count in [
+        (0, 192),
+        (5, 70),
+        *((first, n) for first in (0, 9) for n in range(1, 20)),
+    ]:
         k, v = torch.randn(count, 2, d, generator=g), torch.randn(count, 2, dv, generator=g)
         k[count // 2, 0, 3], v[count // 3, 1, 7] = float("inf"), float("nan")
         k[count // 4, 1] = 0

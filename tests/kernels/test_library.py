@@ -209,3 +209,23 @@ def test_peaks_do_what_they_count(isa: str) -> None:
     assert measure.read_bandwidth(words, 0.01) > 1e6
     with pytest.raises(ValueError, match="multiple of 64"):
         measure.read_bandwidth(words[:17])
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages"
+)
+def test_huge_pages_are_asked_for() -> None:
+    small = torch.empty(100)
+    assert cpu.huge_pages(small) is small
+    large = cpu.huge_pages(torch.empty(32 << 20, dtype=torch.uint8))
+    middle, flags = large.data_ptr() + (16 << 20), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            begin, end = (int(at, 16) for at in words[0].split("-"))
+            inside = begin <= middle < end
+        elif words[0] == "VmFlags:" and inside:
+            flags = line
+    assert " hg" in flags
+    large.fill_(3)
+    assert bool((large == 3).all())

@@ -32,6 +32,8 @@ OCTAVO_API int octavo_force_isa(const char *name);
  * sleeps, negative for the default. Returns the number of threads there are now. */
 OCTAVO_API int octavo_set_threads(int threads, int spins);
 OCTAVO_API int octavo_threads(void);
+/* Asks the system to back memory that was not touched yet with huge pages; it need not comply. */
+OCTAVO_API void octavo_huge_pages(void *memory, size_t bytes);
 
 /* --- where the time goes, and what the machine could do --- */
 enum octavo_phase { /* in a fused layer norms quantise what they make: that counts as norm */

@@ -19,6 +19,9 @@ void parallel_for(int64_t n, int64_t grain, int threads,
 // Level 0 is for an op, 1 for what calls ops, 2 for what an op needs beside its level 0.
 void *scratch(size_t bytes, int level = 0);
 
+// Asks the system for huge pages where none is in use yet; it may decline, and nothing else depends on it.
+void huge_pages(void *memory, size_t bytes);
+
 // Where a call's time goes, when it is asked for: between two laps of the calling thread, waiting for
 // its workers included.
 extern bool g_profile;
