@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,3 +50,21 @@ def test_memory_goes_with_the_last_part_of_its_chunk(monkeypatch: pytest.MonkeyP
     gc.collect()
     assert chunk() is None
     huge_pages.empty(10).fill_(1)  # of a new one
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages"
+)
+def test_huge_pages_are_asked_for() -> None:
+    large = huge_pages.empty(32 << 20)
+    middle, flags = large.data_ptr() + (16 << 20), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            begin, end = (int(at, 16) for at in words[0].split("-"))
+            inside = begin <= middle < end
+        elif words[0] == "VmFlags:" and inside:
+            flags = line
+    assert " hg" in flags
+    large.fill_(3)
+    assert bool((large == 3).all())

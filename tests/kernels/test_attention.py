@@ -368,6 +368,32 @@ def test_write_touches_only_its_slots(isa: str, dtype: torch.dtype, kv_dtype: to
     assert torch.equal(case.v_cache, want_v)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+def test_a_run_of_tokens_writes_what_each_alone_writes(isa: str, kv_dtype: torch.dtype) -> None:
+    """Neighbours in a block are written together, from any place in it and in any number."""
+    d, dv, block = 40, 24, 32
+    case = Case([(1, 1)], d=d, dv=dv, block_size=block, kv_dtype=kv_dtype)
+    shapes = cpu.kv_shapes(6, 2, d, dv, block, scales=kv_dtype == torch.int8)
+    g = torch.Generator().manual_seed(3)
+    for first, count in [
+        (0, 192),
+        (5, 70),
+        *((first, n) for first in (0, 9) for n in range(1, 20)),
+    ]:
+        k, v = torch.randn(count, 2, d, generator=g), torch.randn(count, 2, dv, generator=g)
+        k[count // 2, 0, 3], v[count // 3, 1, 7] = float("inf"), float("nan")
+        k[count // 4, 1] = 0
+        slots = torch.arange(first, first + count)
+        case.k_cache, case.v_cache = (torch.zeros(shape, dtype=kv_dtype) for shape in shapes)
+        case.write(slots, k, v)
+        together = case.k_cache.clone(), case.v_cache.clone()
+        case.k_cache, case.v_cache = (torch.zeros(shape, dtype=kv_dtype) for shape in shapes)
+        for i in range(count):
+            case.write(slots[i : i + 1], k[i : i + 1], v[i : i + 1])
+        for whole, single in zip(together, (case.k_cache, case.v_cache), strict=True):
+            assert torch.equal(whole.view(torch.uint8), single.view(torch.uint8))
+
+
 def test_what_cannot_be_is_refused() -> None:
     for sizes in [(64, 64, 8), (64, 64, 24), (65, 64, 16), (64, 264, 16), (64, 64, 0)]:
         with pytest.raises(ValueError, match="multiple of"):

@@ -13,16 +13,22 @@
 namespace OCTAVO_NS {
 namespace {
 
-// f(begin, end) over rows; a few rows are not worth a region.
+// f(slot, begin, end) over rows, in as many pieces for each thread: what is left over would be waited for.
+// A few rows are not worth a region.
 template <class F>
 void over_rows(int64_t rows, int64_t work_per_row, F &&f) {
-  const int64_t grain = 1 + 16384 / (work_per_row + 1);
-  if (rows <= grain) return f(0, rows);
-  parallel(rows, grain, octavo::max_threads(), [&](int, int64_t begin, int64_t end) { f(begin, end); });
+  constexpr int64_t kPiece = 8192;
+  const int threads = octavo::max_threads();
+  const int64_t worth = rows * work_per_row / kPiece;
+  if (threads < 2 || worth < 2) return f(0, 0, rows);
+  const int64_t pieces = worth < threads ? worth : (worth < 4 * threads ? worth : 4 * threads) / threads * threads;
+  parallel(rows, (rows + pieces - 1) / pieces, threads,
+           [&](int slot, int64_t begin, int64_t end) { f(slot, begin, end); });
 }
 
 struct Buffers {
-  float *normed, *qkv, *mixed, *middle;
+  float *normed;  // all rows for float weights; for integer ones a row for each thread, of which rows has more
+  float *qkv, *mixed, *middle;
   char *codes;
 };
 
@@ -36,7 +42,7 @@ void product(const octavo_weight &w, const float *x, int64_t rows, char *codes, 
     return laps(OCTAVO_LINEAR);
   }
   const Quantized q = quantized_at(w, rows, codes);
-  over_rows(rows, w.k, [&](int64_t begin, int64_t end) {
+  over_rows(rows, w.k, [&](int, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) quantize_row(x + i * w.k, w.k, q, i);
   });
   laps(OCTAVO_QUANTIZE);
@@ -51,10 +57,11 @@ void normed_product(const octavo_layer &l, const float *norm, const octavo_weigh
   const bool integer = is_integer(w);
   Quantized q = {};
   if (integer) q = quantized_at(w, rows, b.codes);
-  over_rows(rows, w.k, [&](int64_t begin, int64_t end) {
+  over_rows(rows, w.k, [&](int slot, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      norm_row(b.normed + i * w.k, x + i * w.k, norm, w.k, l.eps, l.norm_offset);
-      if (integer) quantize_row(b.normed + i * w.k, w.k, q, i);
+      float *normed = b.normed + (integer ? slot : i) * w.k;
+      norm_row(normed, x + i * w.k, norm, w.k, l.eps, l.norm_offset);
+      if (integer) quantize_row(normed, w.k, q, i);
     }
   });
   laps(OCTAVO_NORM);
@@ -68,16 +75,18 @@ void rotate_and_store(const octavo_layer &l, const octavo_layer_step &step, floa
   float *k = qkv + int64_t(a.q_heads) * a.head_size, *v = k + int64_t(s.kv_heads) * s.head_size;
   with_kv_dtype(s.kv_dtype, [&](auto *type) {
     using C = decltype(type);
-    over_rows(step.rows, l.qkv.n * 4, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) {
-        const int64_t position = step.positions[t];
-        if (position < 0) continue;
-        const float *row = l.cos_sin + position * l.rotary_dim;
-        const int half = l.rotary_dim / 2;
-        rotate_heads(qkv + t * l.qkv.n, a.q_heads, a.head_size, row, half, l.rotary_style);
-        rotate_heads(k + t * l.qkv.n, a.kv_heads, a.head_size, row, half, l.rotary_style);
-      }
-      write_tokens(s, static_cast<C>(l.k_cache), static_cast<C>(l.v_cache), k, v, begin, end);
+    over_rows(step.rows, l.qkv.n * 4, [&](int, int64_t begin, int64_t end) {
+      write_tokens(s, static_cast<C>(l.k_cache), static_cast<C>(l.v_cache), k, v, begin, end,
+                   [&](int64_t t, int64_t last) {
+        for (; t < last; ++t) {
+          const int64_t position = step.positions[t];
+          if (position < 0) continue;
+          const float *row = l.cos_sin + position * l.rotary_dim;
+          const int half = l.rotary_dim / 2;
+          rotate_heads(qkv + t * l.qkv.n, a.q_heads, a.head_size, row, half, l.rotary_style);
+          rotate_heads(k + t * l.qkv.n, a.kv_heads, a.head_size, row, half, l.rotary_style);
+        }
+      });
     });
     return 0;
   });

@@ -180,29 +180,33 @@ struct Quantized {
   Activation *codes;  // [rows, stride]
   float *scales;      // [groups, rows]
   int32_t *sums;      // [groups, rows]
-  int64_t rows, stride, groups, group;  // group: kShared, or int4's; the last one may be shorter
+  int64_t rows;       // that there is room for
+  int64_t stride, groups, group;  // group: kShared, or int4's; the last one may be shorter
 
   int64_t at(int64_t group_, int64_t row) const { return group_ * rows + row; }
 };
 
 inline int64_t inner_stride(int64_t k) { return round_up(k, kInnerMultiple); }
 inline int64_t shared(const octavo_weight &w) { return w.format == OCTAVO_INT4 ? w.group : kShared; }
+// Of many rows an odd number of cache lines: a row's scales of all groups would else fall on few of the
+// cache's sets, and throw each other out.
+inline int64_t scale_rows(int64_t rows) { return rows < 32 ? rows : (rows + 15) / 16 * 16 | 16; }
 inline int64_t quantized_bytes(const octavo_weight &w, int64_t rows) {
   const int64_t groups = (w.k + shared(w) - 1) / shared(w);
   return round_up(rows * inner_stride(w.k) * int64_t(sizeof(Activation)), 64) +
-         2 * round_up(rows * groups * 4, 64);
+         2 * round_up(scale_rows(rows) * groups * 4, 64);
 }
 inline Quantized quantized_at(const octavo_weight &w, int64_t rows, void *memory) {
   Quantized q;
   char *at = static_cast<char *>(memory);
-  q.rows = rows;
+  q.rows = scale_rows(rows);
   q.stride = inner_stride(w.k);
   q.group = shared(w);
   q.groups = (w.k + q.group - 1) / q.group;
   q.codes = reinterpret_cast<Activation *>(at);
   at += round_up(rows * q.stride * int64_t(sizeof(Activation)), 64);
   q.scales = reinterpret_cast<float *>(at);
-  q.sums = reinterpret_cast<int32_t *>(at + round_up(rows * q.groups * 4, 64));
+  q.sums = reinterpret_cast<int32_t *>(at + round_up(q.rows * q.groups * 4, 64));
   return q;
 }
 
@@ -219,46 +223,94 @@ OCTAVO_INLINE void store_codes(Activation *to, vi c) {
 
 // Symmetric by row and group: scale = max |x| / 127. A group with a NaN or infinity gets a NaN scale,
 // and so its row a NaN result: it is never quietly wrong.
+struct Scaling {
+  bool bad;
+  vf factor;
+
+  // top: the magnitudes' bits as integers: they order as the numbers do, and infinity and NaN come
+  // after all numbers.
+  OCTAVO_INLINE Scaling(vu top, float *scale) {
+    bad = bits((vi)(top > splat_u(0x7f7fffffu))) != 0;
+    const float most = bad ? 0.0f : hmax((vf)top);
+    const float inverse = most > 0 ? 127.0f / most : 0.0f;
+    // 127 / most overflows for subnormal groups: they are zero for all that follows.
+    const float safe = inverse < 3.4e38f ? inverse : 0.0f;
+    *scale = bad ? __builtin_nanf("") : safe > 0 ? most / 127.0f : 0.0f;
+    factor = splat(safe);
+  }
+  OCTAVO_INLINE vi operator()(vf x) const {  // to the nearest, even of two, for |x| < 2^22
+    const vi c = (vi)(x * factor + 12582912.0f) - 0x4b400000;
+    return bad ? vi{} : c;
+  }
+};
+OCTAVO_INLINE vu raised(vu top, vf x) {
+  const vu v = (vu)x & 0x7fffffffu;
+  return v > top ? v : top;
+}
+// The sum of codes: exact in float32, of which 4096 are below 2^24.
+OCTAVO_INLINE int32_t total_of(vi codes) { return int32_t(hsum(__builtin_convertvector(codes, vf))); }
+
 inline void quantize_group(const float *x, int64_t n, Activation *codes, float *scale, int32_t *sum) {
-  // Magnitudes as integers: they order as the numbers do, and infinity and NaN come after all numbers.
   vu top = {};
-  const vu magnitude = splat_u(0x7fffffffu);
   int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    const vu v = (vu)load(x + i) & magnitude;
-    top = v > top ? v : top;
-  }
-  if (i < n) {
-    const vu v = (vu)load_part(x + i, int(n - i)) & magnitude;
-    top = v > top ? v : top;
-  }
-  const bool bad = bits(top > splat_u(0x7f7fffffu)) != 0;
-  const float most = bad ? 0.0f : hmax((vf)top);
-  const float inverse = most > 0 ? 127.0f / most : 0.0f;
-  // 127 / most overflows for subnormal groups: they are zero for all that follows.
-  const float safe = inverse < 3.4e38f ? inverse : 0.0f;
-  *scale = bad ? __builtin_nanf("") : safe > 0 ? most / 127.0f : 0.0f;
-  const vf factor = splat(safe), magic = splat(12582912.0f);
-  vf total = {};  // of whole numbers below 2^24: exact
+  for (; i + W <= n; i += W) top = raised(top, load(x + i));
+  if (i < n) top = raised(top, load_part(x + i, int(n - i)));
+  const Scaling to_codes(top, scale);
+  vi total = {};
   for (i = 0; i < n; i += W) {
     const int part = n - i < W ? int(n - i) : W;
-    const vf shifted = (part == W ? load(x + i) : load_part(x + i, part)) * factor + magic;
-    const vi c = bad ? vi{} : (vi)shifted - (vi)magic;  // nearest even, for |x| < 2^22
-    total = total + (shifted - magic);
+    const vi c = to_codes(part == W ? load(x + i) : load_part(x + i, part));
+    total = total + c;
     if (part == W)
       store_codes(codes + i, c);
     else
       for (int j = 0; j < part; ++j) codes[i + j] = static_cast<Activation>(c[j]);
   }
-  *sum = bad ? 0 : int32_t(hsum(total));
+  *sum = total_of(total);
+}
+// A group of N whole vectors, read once.
+template <int N>
+OCTAVO_INLINE void quantize_whole(const float *x, Activation *codes, float *scale, int32_t *sum) {
+  vf v[N];
+  vu top = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = load(x + i * W), top = raised(top, v[i]);
+  const Scaling to_codes(top, scale);
+#if defined(__AVX512VNNI__)
+  if constexpr (N == 4) {
+    const __m512i low = _mm512_packs_epi32((__m512i)to_codes(v[0]), (__m512i)to_codes(v[1]));
+    const __m512i high = _mm512_packs_epi32((__m512i)to_codes(v[2]), (__m512i)to_codes(v[3]));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i all = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+    _mm512_storeu_si512(codes, all);
+    *sum = total_of((vi)_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), all));
+    return;
+  }
+#endif
+  vi total = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) {
+    const vi c = to_codes(v[i]);
+    store_codes(codes + i * W, c);
+    total = total + c;
+  }
+  *sum = total_of(total);
+}
+template <int N>
+void quantize_wholes(const float *x, const Quantized &q, Activation *codes, int64_t row) {
+  for (int64_t g = 0; g < q.groups; ++g)
+    quantize_whole<N>(x + g * (N * W), codes + g * (N * W), q.scales + q.at(g, row), q.sums + q.at(g, row));
 }
 inline void quantize_row(const float *x, int64_t k, const Quantized &q, int64_t row) {
   Activation *codes = q.codes + row * q.stride;
+  for (int64_t i = k; i < q.stride; ++i) codes[i] = 0;
+  const bool whole = k == q.groups * q.group;
+  if (whole && q.group == 64) return quantize_wholes<64 / W>(x, q, codes, row);
+  if (whole && q.group == 32) return quantize_wholes<32 / W>(x, q, codes, row);
   for (int64_t g = 0; g < q.groups; ++g) {
     const int64_t from = g * q.group, n = k - from < q.group ? k - from : q.group;
     quantize_group(x + from, n, codes + from, q.scales + q.at(g, row), q.sums + q.at(g, row));
   }
-  for (int64_t i = k; i < q.stride; ++i) codes[i] = 0;
 }
 
 // --- what tiles share ---

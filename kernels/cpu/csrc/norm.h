@@ -12,14 +12,18 @@ float sum_squares(const X *x, int64_t n) {
   vf a[4] = {};
   int64_t i = 0;
   for (; i + 4 * W <= n; i += 4 * W)
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const vf v = load(x + i + j * W);
       a[j] = fma(v, v, a[j]);
     }
-  for (int j = 0; i + W <= n; i += W, ++j) {
-    const vf v = load(x + i);
-    a[j] = fma(v, v, a[j]);
-  }
+#pragma GCC unroll 3
+  for (int j = 0; j < 3; ++j)  // an index that the compiler cannot see would put the sums in memory
+    if (i + W <= n) {
+      const vf v = load(x + i);
+      a[j] = fma(v, v, a[j]);
+      i += W;
+    }
   if (i < n) {
     const vf v = load_part(x + i, int(n - i));
     a[3] = fma(v, v, a[3]);

@@ -138,6 +138,34 @@ struct Max {
 OCTAVO_INLINE float hsum(vf v) { return fold(v, Add{}); }
 OCTAVO_INLINE float hmax(vf v) { return fold(v, Max{}); }
 
+// The first halves of a and b element by element in turn, a0 b0 a1 b1 .., and the second halves.
+OCTAVO_INLINE void zip(vf a, vf b, vf &low, vf &high) {
+#if defined(__AVX512F__)
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i second = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  low = (vf)_mm512_permutex2var_ps((__m512)a, first, (__m512)b);
+  high = (vf)_mm512_permutex2var_ps((__m512)a, second, (__m512)b);
+#elif defined(__AVX2__)
+  const __m256 x = _mm256_unpacklo_ps((__m256)a, (__m256)b), y = _mm256_unpackhi_ps((__m256)a, (__m256)b);
+  low = (vf)_mm256_permute2f128_ps(x, y, 0x20);
+  high = (vf)_mm256_permute2f128_ps(x, y, 0x31);
+#elif defined(__x86_64__)
+  low = (vf)_mm_unpacklo_ps((__m128)a, (__m128)b);
+  high = (vf)_mm_unpackhi_ps((__m128)a, (__m128)b);
+#elif defined(__aarch64__)
+  low = (vf)vzip1q_f32((float32x4_t)a, (float32x4_t)b);
+  high = (vf)vzip2q_f32((float32x4_t)a, (float32x4_t)b);
+#elif defined(__VSX__)
+  low = (vf)vec_mergeh((__vector float)a, (__vector float)b);
+  high = (vf)vec_mergel((__vector float)a, (__vector float)b);
+#else
+  for (int i = 0; i < W; ++i) {
+    low[i] = i % 2 ? b[i / 2] : a[i / 2];
+    high[i] = i % 2 ? b[(W + i) / 2] : a[(W + i) / 2];
+  }
+#endif
+}
+
 // --- element types: storage only; arithmetic is float32 ---
 
 struct bf16 {
