@@ -38,9 +38,9 @@ SMALLEST = 16
 """Tokens in the smallest bucket, and what buckets are multiples of: rows of a 16-bit register."""
 FOR_CHECKING = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 """XLA's flags on its CPU device: programs compiled in a third of the time, each in one piece."""
-KEPT = 1024
+KEPT = 320
 """Programs that torch_xla keeps there. A step's takes about 100 mappings of memory, of which Linux gives a process 65,530
-(vm.max_map_count): the 2048 that it would keep do not fit."""
+(vm.max_map_count): neither the 2048 that it would keep nor half of them fit."""
 STAND_INS = 8
 """Most devices that PJRT's CPU is asked to be."""
 MOST_ROWS = 128
