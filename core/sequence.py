@@ -123,7 +123,7 @@ class Sequence:
             or params.frequency_penalty
         )
         self.draft_state: Any = None  # the drafter's
-        self.draft_hope = 0.6  # how likely a drafted token is right
+        self.draft_hope = -1.0  # how likely a drafted token is right; below 0: nobody has asked
 
     @property
     def key(self) -> tuple[int, int, int]:

@@ -12,7 +12,11 @@ from octavo.core.sequence import Sequence as Seq
 
 class Drafter(Protocol):
     """Guesses tokens. What it keeps of a sequence it puts into `sequence.draft_state`, which goes with
-    the sequence; a fork begins without one."""
+    the sequence; a fork begins without one.
+
+    It may have an attribute `alike`: True where how often it is right is a matter of the drafter more than
+    of the text, so that a new sequence begins with what drafts were worth to others.
+    """
 
     def propose(self, sequences: Sequence[Seq], counts: Sequence[int]) -> list[list[int]]:
         """At most `counts[i]` tokens that may follow `sequences[i].tokens[:num_tokens]`, for each i."""

@@ -48,6 +48,8 @@ class ModelDrafter:
         max_len: the longest sequence it can follow, in tokens.
     """
 
+    alike = True
+
     def __init__(self, runner: Runner, blocks: BlockManager, lane: Room, max_len: int) -> None:
         self.runner, self.blocks, self.lane, self.max_len = runner, blocks, lane, max_len
         self.once_seconds = 0.0  # of the last `propose`, for prompts: they are computed once

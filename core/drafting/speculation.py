@@ -17,7 +17,8 @@ from octavo.core.types import ScheduledTokens, StepPlan
 
 _HOPE = 0.6  # how likely a drafted token is right before anything is known
 _SHARE = 0.15  # weight of what was just seen
-_FORGET = 0.01  # share of the way back to _HOPE for each step without a draft
+_SHARE_OF_ALL = 0.05  # the same in what new sequences begin with, of a drafter that is alike to all
+_FORGET = 0.01  # share of the way back to what it began with for each step without a draft
 _GAIN = 1.03  # below it is noise
 _PROBE = 100  # steps in which drafts did not pay, until one is tried
 
@@ -36,6 +37,10 @@ class Speculation:
         self.drafter, self.most, self.adaptive = drafter, most, adaptive
         self.enabled = True
         self.drafted = self.accepted = self.drafts = 0  # tokens and drafts, since the start
+        # What a sequence begins with, and comes back to while it has no drafts. Copied text is here or there;
+        # a model guesses about as well for everybody, so what it was worth to others counts.
+        self._hope = _HOPE
+        self._alike: bool = getattr(drafter, "alike", False)
         self._seconds: dict[int, float] = {}  # of a step, by size class of its number of tokens
         self._refused = 0
         self._drafting = 0.0  # seconds that the drafts of the step in hand took
@@ -67,11 +72,14 @@ class Speculation:
         limit = min(self.most, tokens, rows)
         if not able or limit < 1:
             return
+        for i in able:
+            if items[i].sequence.draft_hope < 0:
+                items[i].sequence.draft_hope = self._hope
         cap = self._cap([items[i].sequence for i in able], len(items), limit)
         if cap < 1:
             for i in able:
                 sequence = items[i].sequence
-                sequence.draft_hope += _FORGET * (_HOPE - sequence.draft_hope)
+                sequence.draft_hope += _FORGET * (self._hope - sequence.draft_hope)
             return
         room = min(tokens, rows)
         counts = []
@@ -154,6 +162,9 @@ class Speculation:
         tried = min(drafted, accepted + 1)
         weight = 1 - (1 - _SHARE) ** tried
         sequence.draft_hope += weight * (accepted / tried - sequence.draft_hope)
+        if self._alike:
+            weight = 1 - (1 - _SHARE_OF_ALL) ** tried
+            self._hope += weight * (accepted / tried - self._hope)
 
     def _time(self, tokens: int) -> float | None:
         return self._seconds.get(_size_class(tokens))

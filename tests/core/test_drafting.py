@@ -231,6 +231,31 @@ def test_it_drafts_as_long_as_that_pays() -> None:
     assert many.drafted < 16 * 60
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_what_a_draft_model_was_worth_to_others_counts(alike: bool) -> None:
+    """A drafter that is never right: each sequence tries for itself, or the next ones hardly any more."""
+    asked = [request(f"q{i}", 4, max_tokens=40, ignore_eos=True) for i in range(24)]
+    known = plain([request(q.id, 4, max_tokens=60, ignore_eos=True) for q in asked])
+    oracle: Any = Oracle(dict(known.tokens), 0.0)
+    oracle.alike = alike
+    speculation = Speculation(oracle, 8)
+    r = rig(speculation=speculation)
+    observe = speculation.observe
+    speculation.observe = lambda plan, seconds: observe(  # type: ignore[method-assign]
+        plan, 1.0 + 0.1 * (plan.num_tokens - len(plan.items))
+    )
+    tried = []
+    for q in asked:
+        before = speculation.drafts
+        r.engine.add(q)
+        r.run()
+        tried.append(speculation.drafts - before)
+    assert len(r.tokens) == len(asked)
+    first, last = sum(tried[:4]), sum(tried[-4:])
+    assert first >= 8
+    assert last <= first / 4 if alike else last >= first / 2
+
+
 # ------------------------------------------------------------------------------------------ n-grams
 
 
