@@ -218,8 +218,8 @@ class Sampler:
                     drafts = sequence.tokens[known : known + item.drafts].tolist()
                     found.append(Guess(row, end, sequence, grammar, drafts))
                 elif (
-                    end == row + 1
-                ):  # the first tokens of several samples follow one and the same state
+                    item.samples == 1
+                ):  # several samples' first tokens follow one and the same state
                     found.append(Guess(row, end, sequence, grammar))
             row = end
         return found

@@ -245,7 +245,8 @@ class Kernel:
         """The kernel on each chip, of its own part: no partitioner looks into a kernel. axes: along which each of `args`
         is cut; None: every chip sees all of it. shape, axis: the whole result's, and along which it is cut."""
         if _mesh is None:
-            return self(*args)  # type: ignore[no-any-return]
+            whole: torch.Tensor = self(*args)
+            return whole
         return _on_each(self, args, axes, (shape, axis))
 
     def __call__(self, *args: torch.Tensor) -> Any:

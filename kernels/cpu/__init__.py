@@ -318,7 +318,7 @@ def best_allowed(out: Tensor, logits: Tensor, rows: Tensor, words: Tensor) -> No
     if there is none, it is not finite, or one is a NaN.
     """
     rows, words = _mask(logits, rows, words)
-    lib.best_allowed(
+    status = lib.best_allowed(
         out.data_ptr(),
         logits.data_ptr(),
         logits.shape[1],
@@ -328,6 +328,8 @@ def best_allowed(out: Tensor, logits: Tensor, rows: Tensor, words: Tensor) -> No
         words.shape[1],
         len(rows),
     )
+    if status:
+        fail(status, "best_allowed")
 
 
 def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:

@@ -46,7 +46,6 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "pack_codes": (_I, [_P, _P, _P, _P]),
     "unpack_rows": (_I, [_P, _P, _P, _I64]),
     "linear": (_I, [_P, _P, _I64, _P, _I64, _I64, _P]),
-    "decoder_layer": (_I, [_P, _P, _P]),
     "decoder_layers": (_I, [_P, _P, _I64, _P]),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -234,17 +235,17 @@ def cases(subject: Subject, full: bool) -> list[Case]:
     made = [Case("op", "sample", "float32", "greedy", i, greedy) for i in range(3 * more)]
     for aspect in ("plain", "top_k", "top_p", "min_p", "together", "ties"):
         made += [
-            Case("op", "sample", "float32", aspect, i, lambda s, d, a=aspect: seeded(s, d, a))  # type: ignore[misc]
+            Case("op", "sample", "float32", aspect, i, partial(seeded, aspect=aspect))
             for i in range(2 * more)
         ]
     made += [Case("op", "sample", "float32", "chi-square", i, distribution) for i in range(more)]
     made += [
-        Case("op", "mask_logits", "float32", aspect, i, lambda s, d, a=aspect: masks(s, d, a))  # type: ignore[misc]
+        Case("op", "mask_logits", "float32", aspect, i, partial(masks, aspect=aspect))
         for aspect in ("random", "every-row", "whole-words", "blank")
         for i in range(2 * more)
     ]
     made += [
-        Case("op", "best_allowed", "float32", aspect, i, lambda s, d, a=aspect: allowed(s, d, a))  # type: ignore[misc]
+        Case("op", "best_allowed", "float32", aspect, i, partial(allowed, aspect=aspect))
         for aspect in ("random", "whole-words", "blank")
         for i in range(2 * more)
     ]

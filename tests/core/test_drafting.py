@@ -197,6 +197,16 @@ def test_who_gets_no_draft(fields: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------- adaptive
 
 
+def keep_time(speculation: Speculation, cost: float) -> None:
+    """Gives it a clock by which every token beside the first of each sequence costs `cost` of a step."""
+    observe = speculation.observe
+
+    def timed(plan: Any, seconds: float) -> None:
+        observe(plan, 1.0 + cost * (plan.num_tokens - len(plan.items)))
+
+    speculation.observe = timed  # type: ignore[method-assign]  # a clock of its own
+
+
 def adaptive(
     right: float, cost: float, streams: int = 1, steps: int = 400, length: int = 700
 ) -> Speculation:
@@ -208,12 +218,7 @@ def adaptive(
     )
     speculation = Speculation(Oracle(dict(known.tokens), right), 8)
     r = rig(speculation=speculation)
-    observe = speculation.observe
-
-    def timed(plan: Any, seconds: float) -> None:
-        observe(plan, 1.0 + cost * (plan.num_tokens - len(plan.items)))
-
-    speculation.observe = timed  # type: ignore[method-assign]  # a clock of its own
+    keep_time(speculation, cost)
     for q in asked:
         r.engine.add(q)
     for _ in range(steps):
@@ -240,10 +245,7 @@ def test_what_a_draft_model_was_worth_to_others_counts(alike: bool) -> None:
     oracle.alike = alike
     speculation = Speculation(oracle, 8)
     r = rig(speculation=speculation)
-    observe = speculation.observe
-    speculation.observe = lambda plan, seconds: observe(  # type: ignore[method-assign]
-        plan, 1.0 + 0.1 * (plan.num_tokens - len(plan.items))
-    )
+    keep_time(speculation, 0.1)
     tried = []
     for q in asked:
         before = speculation.drafts
