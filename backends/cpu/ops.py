@@ -3,15 +3,16 @@ described once, at the first layer, and kept in the step's inputs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
+from octavo.backends.cpu import kv
+from octavo.backends.cpu.kv import CpuKV
 from octavo.core import huge_pages
 from octavo.core.ops import DTYPES, TorchInputs, concatenated
 from octavo.core.quantization.base import QuantizedTensor
@@ -21,20 +22,6 @@ from octavo.plugins import Ctx, KVSpec, LayerSpec, Ops, SampleInputs, WeightSpec
 if TYPE_CHECKING:
     from octavo.backends.cpu.providers import Provider
     from octavo.core.instruments import Product
-
-
-@dataclass(frozen=True, slots=True)
-class CpuKV:
-    """One layer's cache: k [blocks, kv_heads, head size, block], v [blocks, kv_heads, block, head size];
-    int8 ones are [blocks, kv_heads, bytes]: codes, then a float32 scale per position."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    block_size: int
-    head_size_v: int
-    # Layers bound whose first has this cache, by the id of their spec or specs. Here and not in the ops:
-    # they hold weights and caches, and must go when the engine lets the cache go.
-    bound: dict[int, _BoundStack] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +46,7 @@ def _layer_step(spec: LayerSpec, handle: CpuKV, meta: TorchInputs) -> lib.LayerS
         "head_size": spec.head_size,
         "head_size_v": spec.head_size,
         "block_size": handle.block_size,
+        "block_strides": handle.block_strides,
     }
     tables, starts, contexts, slots, positions = _arrays(meta, spec.group)
     attention = lib.AttentionStep(
@@ -81,6 +69,12 @@ def _arrays(meta: TorchInputs, group: int) -> tuple[Any, Any, Any, Any, Any]:
     return tables, batch.query_start, batch.context_lens, batch.slots[group], batch.positions
 
 
+def _announce(region: kv.Region, slots: Any, block_size: int) -> None:
+    """A step is about to write to these slots."""
+    if len(slots):
+        region.use(int(slots.max()) // block_size)
+
+
 def _steps(meta: TorchInputs) -> dict[Any, Any]:
     if meta.extra is None:
         meta.extra = {}
@@ -91,10 +85,6 @@ def _steps(meta: TorchInputs) -> dict[Any, Any]:
 def _unpacked(spec: WeightSpec, dtype: str) -> lib.PackedWeight:
     n, k = spec.shape
     return lib.PackedWeight(n, k, spec.scheme or dtype, group=spec.group or k, gated=spec.gated)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return huge_pages.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 COVERED = (
@@ -110,14 +100,14 @@ COVERED = (
 
 
 @dataclass(slots=True)
-class _BoundStack:
+class BoundStack:
     """Layers bound to weights and caches for the kernel, what they were bound by, and the steps they
     share: by KV group and shape, as filled for the inputs `meta`."""
 
     specs: LayerSpec | Sequence[LayerSpec]
     weights: Mapping[str, Any]
     stack: lib.LayerStack
-    steps: list[tuple[int, lib.LayerStep]]
+    steps: list[tuple[int, lib.LayerStep, CpuKV]]
     meta: TorchInputs
 
 
@@ -162,25 +152,29 @@ class CpuOps(Ops):
         if found is None or found.weights is not ctx.weights:
             found = bound[id(by)] = self._bind_all(specs, by, ctx)
         elif found.meta is not meta:
-            for group, step in found.steps:
-                step.fill(*_arrays(meta, group))
+            for group, step, handle in found.steps:
+                arrays = _arrays(meta, group)
+                step.fill(*arrays)
+                _announce(handle.region, arrays[3], handle.block_size)
             found.meta = meta
         lib.decoder_layers(found.stack, x)
         return x
 
     def _bind_all(
         self, specs: Sequence[LayerSpec], by: LayerSpec | Sequence[LayerSpec], ctx: Ctx
-    ) -> _BoundStack:
-        steps: dict[tuple[int, ...], lib.LayerStep] = {}
+    ) -> BoundStack:
+        steps: dict[tuple[int, ...], tuple[lib.LayerStep, CpuKV]] = {}
         mine = []
         for spec in specs:
             key = (spec.group, spec.q_heads, spec.kv_heads, spec.head_size)
             if key not in steps:
-                steps[key] = _layer_step(spec, ctx.kv[spec.layer], ctx.meta)
-            mine.append(steps[key])
+                handle = ctx.kv[spec.layer]
+                _announce(handle.region, _arrays(ctx.meta, spec.group)[3], handle.block_size)
+                steps[key] = _layer_step(spec, handle, ctx.meta), handle
+            mine.append(steps[key][0])
         layers = [self._bind(spec, ctx.kv[spec.layer], ctx.weights) for spec in specs]
-        filled = [(key[0], step) for key, step in steps.items()]
-        return _BoundStack(by, ctx.weights, lib.LayerStack(layers, mine), filled, ctx.meta)
+        filled = [(key[0], step, handle) for key, (step, handle) in steps.items()]
+        return BoundStack(by, ctx.weights, lib.LayerStack(layers, mine), filled, ctx.meta)
 
     def _bind(self, spec: LayerSpec, handle: CpuKV, weights: Mapping[str, Any]) -> lib.DecoderLayer:
         return lib.DecoderLayer(
@@ -286,9 +280,7 @@ class CpuOps(Ops):
                 block_size,
                 scales=dtype == torch.int8,
             )
-            for layer in spec.layers:
-                k, v = (_empty(shape, dtype) for shape in shapes)
-                by_layer[layer] = CpuKV(k, v, block_size, spec.head_size_v)
+            by_layer |= kv.allocate(spec.layers, shapes, dtype, block_size, spec.head_size_v)
         return [by_layer[layer] for layer in sorted(by_layer)]
 
     def write_kv(
@@ -308,41 +300,39 @@ class CpuOps(Ops):
                 head_size=k.shape[2],
                 head_size_v=v.shape[2],
                 block_size=handle.block_size,
+                block_strides=handle.block_strides,
             )
+            _announce(handle.region, meta.batch.slots[group], handle.block_size)
         lib.write_kv(step, handle.k, handle.v, k, v)
         return handle
 
     def copy_blocks(self, handles: list[CpuKV], pairs: Sequence[tuple[int, int]]) -> list[CpuKV]:
         array = np.array(pairs, np.int64).reshape(-1, 2)
-        for handle in handles:
-            lib.copy_blocks(handle.k, array)
-            lib.copy_blocks(handle.v, array)
+        for piece in kv.pieces(handles):
+            lib.copy_blocks(piece, array)
         return handles
 
     def export_blocks(self, handles: list[CpuKV], ids: Sequence[int]) -> torch.Tensor:
         index = np.array(ids, np.int64)
-        caches = [cache_ for handle in handles for cache_ in (handle.k, handle.v)]
-        widths = [cache_[0].numel() * cache_.element_size() for cache_ in caches]
-        out = torch.empty((len(ids), sum(widths)), dtype=torch.uint8)
-        rows, offset = out.numpy(), 0  # numpy copies: torch would wake threads of its own
-        for cache_, width in zip(caches, widths, strict=True):
-            part = torch.empty((len(ids), *cache_.shape[1:]), dtype=cache_.dtype)
-            lib.gather_blocks(part, cache_, index)
-            rows[:, offset : offset + width] = part.flatten(1).view(torch.uint8).numpy()
-            offset += width
-        return out
+        parts = []
+        for piece in kv.pieces(handles):
+            part = torch.empty((len(ids), piece.shape[1]), dtype=torch.uint8)
+            lib.gather_blocks(part, piece, index)
+            parts.append(part)
+        if len(parts) == 1:
+            return parts[0]
+        # numpy copies: torch would wake threads of its own
+        return torch.from_numpy(np.concatenate([part.numpy() for part in parts], axis=1))
 
     def import_blocks(
         self, src: torch.Tensor, handles: list[CpuKV], ids: Sequence[int]
     ) -> list[CpuKV]:
         index = np.array(ids, np.int64)
         rows, offset = src.numpy(), 0
-        for handle in handles:
-            for cache_ in (handle.k, handle.v):
-                size = cache_[0].numel() * cache_.element_size()
-                part = np.ascontiguousarray(rows[:, offset : offset + size])
-                lib.scatter_blocks(cache_, torch.from_numpy(part), index)
-                offset += size
+        for piece in kv.pieces(handles):
+            part = np.ascontiguousarray(rows[:, offset : offset + piece.shape[1]])
+            lib.scatter_blocks(piece, torch.from_numpy(part), index)
+            offset += piece.shape[1]
         return handles
 
     def paged_attention(
@@ -376,6 +366,7 @@ class CpuOps(Ops):
                 head_size=q.shape[2],
                 head_size_v=head_size_v,
                 block_size=handle.block_size,
+                block_strides=handle.block_strides,
             )
         if sinks is None:
             layer = _layer(scale, window, softcap)

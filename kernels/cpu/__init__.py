@@ -15,6 +15,7 @@ weight is packed once (see :class:`PackedWeight`).
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import TYPE_CHECKING, Final
 
@@ -145,23 +146,29 @@ def paged_attention(
         fail(status, "paged_attention")
 
 
+def _block_sizes(cache: Tensor) -> tuple[int, int]:
+    """Bytes of a block, which are contiguous, and from one to the next."""
+    size = cache.element_size()
+    return math.prod(cache.shape[1:]) * size, cache.stride(0) * size
+
+
 def copy_blocks(cache: Tensor, pairs: HostArray) -> None:
     """Copy blocks inside a K or V cache, in order; `pairs` int64 [n, 2]: source, destination."""
-    lib.copy_blocks(
-        cache.data_ptr(), cache.stride(0) * cache.element_size(), address(pairs), len(pairs)
-    )
+    lib.copy_blocks(cache.data_ptr(), *_block_sizes(cache), address(pairs), len(pairs))
 
 
 def gather_blocks(out: Tensor, cache: Tensor, ids: HostArray) -> None:
     """Copy blocks `ids` int64 [n] of a K or V cache to the contiguous `out` [n, ...]."""
-    size = cache.stride(0) * cache.element_size()
-    lib.gather_blocks(out.data_ptr(), cache.data_ptr(), size, address(ids), len(ids))
+    lib.gather_blocks(
+        out.data_ptr(), cache.data_ptr(), *_block_sizes(cache), address(ids), len(ids)
+    )
 
 
 def scatter_blocks(cache: Tensor, data: Tensor, ids: HostArray) -> None:
     """Copy the contiguous `data` [n, ...] to blocks `ids` int64 [n] of a K or V cache."""
-    size = cache.stride(0) * cache.element_size()
-    lib.scatter_blocks(cache.data_ptr(), data.data_ptr(), size, address(ids), len(ids))
+    lib.scatter_blocks(
+        cache.data_ptr(), data.data_ptr(), *_block_sizes(cache), address(ids), len(ids)
+    )
 
 
 _NORM = struct.Struct("=7q2i2f")

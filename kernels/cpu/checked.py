@@ -6,6 +6,7 @@ would do with a wrong shape, stride, dtype, slot, block or position is here a Va
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +49,11 @@ def _heads(t: Tensor, name: str, rows: int, heads: int, size: int, stride: int, 
     _need(cpu.dtype_code(t.dtype) == code, f"{name} is {t.dtype}, not what the step says")
 
 
-def _cache(t: Tensor, name: str, shape: tuple[int, ...], code: int) -> int:
+def _cache(t: Tensor, name: str, shape: tuple[int, ...], code: int, stride: int) -> int:
     _tensor(t, name, (None, *shape))
-    _need(t.is_contiguous(), f"{name} is not contiguous")
+    _need(t[:1].is_contiguous(), f"{name}'s blocks are not contiguous")
+    apart = stride or math.prod(shape)
+    _need(t.stride(0) == apart, f"{name}'s blocks are {t.stride(0)} apart, not {apart}")
     _need(kv_dtype_code(t.dtype) == code, f"{name} is {t.dtype}, not what the step says")
     return int(t.shape[0])
 
@@ -64,8 +67,8 @@ def _caches(step: AttentionStep | WriteStep, k_cache: Tensor, v_cache: Tensor) -
         step.block_size,
         scales=step.kv_dtype == cpu.INT8,
     )
-    blocks = _cache(k_cache, "k_cache", shapes[0][1:], step.kv_dtype)
-    also = _cache(v_cache, "v_cache", shapes[1][1:], step.kv_dtype)
+    blocks = _cache(k_cache, "k_cache", shapes[0][1:], step.kv_dtype, step.k_block_stride)
+    also = _cache(v_cache, "v_cache", shapes[1][1:], step.kv_dtype, step.v_block_stride)
     _need(blocks == also, f"k_cache has {blocks} blocks and v_cache {also}")
     return blocks
 
@@ -117,7 +120,7 @@ def paged_attention(
 
 
 def _blocks(cache: Tensor, ids: HostArray, dimensions: int) -> None:
-    _need(cache.is_contiguous(), "the cache is not contiguous")
+    _need(cache[:1].is_contiguous(), "the cache's blocks are not contiguous")
     host(ids, "block ids", "int64", dimensions)
     flat = [i for row in _numbers(ids) for i in (row if dimensions == 2 else [row])]
     _need(all(0 <= i < cache.shape[0] for i in flat), f"a block is outside {cache.shape[0]}")

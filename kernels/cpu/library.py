@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     HostArray = Tensor | np.ndarray[Any, Any]
 
-ABI: Final = 3
+ABI: Final = 4
 F32, BF16, F16, INT8, INT4 = 0, 1, 2, 3, 4
 
 _P, _I, _I64, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -29,9 +29,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "peak": (ctypes.c_double, [_I, _I64]),
     "read": (ctypes.c_uint32, [_P, _I64]),
     "write_kv": (_I, [_P] * 5),
-    "copy_blocks": (None, [_P, ctypes.c_size_t, _P, _I64]),
-    "gather_blocks": (None, [_P, _P, ctypes.c_size_t, _P, _I64]),
-    "scatter_blocks": (None, [_P, _P, ctypes.c_size_t, _P, _I64]),
+    "copy_blocks": (None, [_P, ctypes.c_size_t, ctypes.c_size_t, _P, _I64]),
+    "gather_blocks": (None, [_P, _P, ctypes.c_size_t, ctypes.c_size_t, _P, _I64]),
+    "scatter_blocks": (None, [_P, _P, ctypes.c_size_t, ctypes.c_size_t, _P, _I64]),
     "paged_attention": (_I, [_P] * 6),
     "rms_norm": (_I, [_P] * 4),
     "add_rms_norm": (_I, [_P, _P, _P, _I64, _P, _P]),

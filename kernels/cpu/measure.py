@@ -23,6 +23,7 @@ PHASES: Final = (
     "quantise",
     "embedding",
     "sampling",
+    "waiting",
 )
 """In the order of the library's counters. A fused layer quantises with the norm: that is "norm"."""
 
@@ -47,7 +48,10 @@ def stop_phases() -> None:
 
 
 def read_phases() -> dict[str, float]:
-    """Seconds of each of :data:`PHASES` since :func:`start_phases`, waiting for threads included."""
+    """Seconds of each of :data:`PHASES` since :func:`start_phases`, waiting for threads included.
+
+    Where each thread takes rows of its own through all layers, they are the calling thread's; "waiting" is
+    then what it waits for the others, or helps them, when its rows are done."""
     seconds = (ctypes.c_double * len(PHASES))()
     lib.profile_read(seconds)
     return dict(zip(PHASES, seconds, strict=True))

@@ -33,7 +33,7 @@ def kv_shapes(
     *,
     scales: bool = False,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a layer's K and V cache: contiguous, K transposed inside each block.
+    """The shapes of a layer's K and V cache: blocks are contiguous, K is transposed inside each.
 
     scales: of an int8 cache, [blocks, kv_heads, bytes]: a head's codes laid out like any other
     dtype's, then a float32 scale per position.
@@ -61,6 +61,8 @@ class WriteStep(ctypes.Structure):
         ("head_size", ctypes.c_int32),
         ("head_size_v", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
+        ("k_block_stride", ctypes.c_int64),
+        ("v_block_stride", ctypes.c_int64),
     )
 
     def __init__(
@@ -75,8 +77,10 @@ class WriteStep(ctypes.Structure):
         head_size: int,
         head_size_v: int,
         block_size: int,
+        block_strides: tuple[int, int] = (0, 0),
     ) -> None:
-        """`slots` int64 [T]: block * block_size + offset for each token, negative to skip it."""
+        """`slots` int64 [T]: block * block_size + offset for each token, negative to skip it.
+        block_strides: elements from block to block of K and of V; 0 where they touch."""
         _check_sizes(head_size, head_size_v, block_size)
         address = host(slots, "slots", "int64", 1)
         super().__init__(
@@ -90,6 +94,7 @@ class WriteStep(ctypes.Structure):
             head_size,
             head_size_v,
             block_size,
+            *block_strides,
         )
         self.keep = slots
         self.address = ctypes.addressof(self)
@@ -142,6 +147,8 @@ class AttentionStep(ctypes.Structure):
         ("head_size", ctypes.c_int32),
         ("head_size_v", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
+        ("k_block_stride", ctypes.c_int64),
+        ("v_block_stride", ctypes.c_int64),
     )
 
     def __init__(
@@ -159,11 +166,13 @@ class AttentionStep(ctypes.Structure):
         head_size: int,
         head_size_v: int,
         block_size: int,
+        block_strides: tuple[int, int] = (0, 0),
     ) -> None:
         """int32 arrays: `block_tables` [S, blocks], `query_start` [S + 1], `context_lens` [S].
 
         Sequence s has the query rows query_start[s] to query_start[s + 1] (none: padding), the last
         ones of its context_lens[s] positions, whose keys and values are already written.
+        block_strides: as for :class:`WriteStep`.
         """
         _check_sizes(head_size, head_size_v, block_size)
         if kv_heads < 1 or q_heads % kv_heads:
@@ -183,6 +192,7 @@ class AttentionStep(ctypes.Structure):
             head_size,
             head_size_v,
             block_size,
+            *block_strides,
         )
         self.fill(block_tables, query_start, context_lens)
         self.address = ctypes.addressof(self)

@@ -244,10 +244,11 @@ bool make_plan(const Problem &p, Plan &plan) {
   plan.partial_floats = (rows_floats(max(longest * p.heads, 1), p.width) + 15) & ~15;
   plan.worker_floats = (worker_floats(p, plan.rows) + 127) & ~63;
 
-  const int64_t limit = total / (4 * plan.threads);
+  const int splitting = octavo::in_group() ? 1 : plan.threads;  // helpers do not come often enough
+  const int64_t limit = total / (4 * splitting);
   auto depth = [&](const Tile &t) { return shares ? plan.depth[t.sequence] : 0; };
   auto wants_split = [&](const Tile &t) {
-    return depth(t) > 0 || (plan.threads > 1 && chunks(t) > 1 && cost(p, t) > limit);
+    return depth(t) > 0 || (splitting > 1 && chunks(t) > 1 && cost(p, t) > limit);
   };
   int64_t memberships = 0;
   each_tile(p, per_tile, [&](const Tile &t) {
@@ -345,7 +346,9 @@ int paged_attention(const octavo_attention_step *step, const octavo_attention_la
                          cap != 0 ? layer->scale / cap : layer->scale * kLog2e,
                          cap * kLog2e,
                          kv_record(c, s.head_size, s.block_size),
-                         kv_record(c, s.head_size_v, s.block_size)};
+                         kv_record(c, s.head_size_v, s.block_size),
+                         block_stride(c, s.k_block_stride, s.kv_heads, s.head_size, s.block_size),
+                         block_stride(c, s.v_block_stride, s.kv_heads, s.head_size_v, s.block_size)};
       return run(p, x, c);
     });
   });

@@ -163,6 +163,7 @@ struct Problem {
   int width;  // head_size_v rounded up to whole vectors
   float q_factor, cap;
   int64_t k_record, v_record;  // elements of a block of one head, scales included
+  int64_t k_block, v_block;    // elements from block to block
 };
 
 struct Tile {  // some queries of one sequence, all heads of one KV head
@@ -284,10 +285,10 @@ template <class C>
 OCTAVO_INLINE Place<C> place(const Problem &p, const Tile &t, int position) {
   const octavo_attention_step &s = p.s;
   const int32_t *table = s.block_tables + t.sequence * s.table_stride;
-  const int64_t head = int64_t(table[position / s.block_size]) * s.kv_heads + t.kv_head;
+  const int64_t block = table[position / s.block_size];
   const int offset = position % s.block_size;
-  const C *k = static_cast<const C *>(p.k_cache) + head * p.k_record;
-  const C *v = static_cast<const C *>(p.v_cache) + head * p.v_record;
+  const C *k = static_cast<const C *>(p.k_cache) + block * p.k_block + t.kv_head * p.k_record;
+  const C *v = static_cast<const C *>(p.v_cache) + block * p.v_block + t.kv_head * p.v_record;
   Place<C> r = {k + offset, v + int64_t(offset) * s.head_size_v, nullptr, nullptr};
   if constexpr (has_scales<C>) {
     r.k_scales = reinterpret_cast<const float *>(k + s.head_size * s.block_size) + offset;

@@ -9,17 +9,22 @@ namespace {
 
 constexpr int64_t kSlice = 1 << 16;  // bytes: one thread's turn
 
+// Blocks by number: ids[0], ids[step], .., or 0, 1, ...
+struct Places {
+  size_t stride;
+  const int64_t *ids;
+  int64_t step;
+
+  size_t operator[](int64_t i) const { return static_cast<size_t>(ids ? ids[i * step] : i) * stride; }
+};
+
 struct Job {
   char *to;
   const char *from;
   size_t bytes;
-  const int64_t *to_ids, *from_ids;
-  int64_t stride, count;
+  Places to_at, from_at;
+  int64_t count;
 };
-
-size_t at(const int64_t *ids, int64_t stride, int64_t i, size_t bytes) {
-  return static_cast<size_t>(ids ? ids[i * stride] : i) * bytes;
-}
 
 constexpr struct Bits {
   uint32_t at[32] = {};
@@ -36,8 +41,7 @@ void slices(void *ctx, int, int64_t begin, int64_t end) {
     const size_t left = j.bytes - offset;
     const size_t n = left < static_cast<size_t>(kSlice) ? left : static_cast<size_t>(kSlice);
     for (int64_t i = 0; i < j.count; ++i)
-      std::memmove(j.to + at(j.to_ids, j.stride, i, j.bytes) + offset,
-                   j.from + at(j.from_ids, j.stride, i, j.bytes) + offset, n);
+      std::memmove(j.to + j.to_at[i] + offset, j.from + j.from_at[i] + offset, n);
   }
 }
 
@@ -45,8 +49,7 @@ void slices(void *ctx, int, int64_t begin, int64_t end) {
 void whole(void *ctx, int, int64_t begin, int64_t end) {
   const Job &j = *static_cast<Job *>(ctx);
   for (int64_t i = begin; i < end; ++i)
-    std::memcpy(j.to + at(j.to_ids, 1, i, j.bytes), j.from + at(j.from_ids, 1, i, j.bytes),
-                j.bytes);
+    std::memcpy(j.to + j.to_at[i], j.from + j.from_at[i], j.bytes);
 }
 
 void move(Job job) {
@@ -57,21 +60,22 @@ void move(Job job) {
 }  // namespace
 
 extern "C" {
-void octavo_copy_blocks(void *cache, size_t block_bytes, const int64_t *pairs, int64_t count) {
-  Job job = {static_cast<char *>(cache), static_cast<char *>(cache), block_bytes, pairs + 1, pairs,
-             2, count};
+void octavo_copy_blocks(void *cache, size_t block_bytes, size_t stride, const int64_t *pairs,
+                        int64_t count) {
+  char *at = static_cast<char *>(cache);
+  Job job = {at, at, block_bytes, {stride, pairs + 1, 2}, {stride, pairs, 2}, count};
   octavo::parallel_for((static_cast<int64_t>(block_bytes) + kSlice - 1) / kSlice, 1,
                        octavo::max_threads(), slices, &job);
 }
-void octavo_gather_blocks(void *out, const void *cache, size_t block_bytes, const int64_t *ids,
-                          int64_t count) {
-  move({static_cast<char *>(out), static_cast<const char *>(cache), block_bytes, nullptr, ids, 1,
-        count});
+void octavo_gather_blocks(void *out, const void *cache, size_t block_bytes, size_t stride,
+                          const int64_t *ids, int64_t count) {
+  move({static_cast<char *>(out), static_cast<const char *>(cache), block_bytes,
+        {block_bytes, nullptr, 1}, {stride, ids, 1}, count});
 }
-void octavo_scatter_blocks(void *cache, const void *in, size_t block_bytes, const int64_t *ids,
-                           int64_t count) {
-  move({static_cast<char *>(cache), static_cast<const char *>(in), block_bytes, ids, nullptr, 1,
-        count});
+void octavo_scatter_blocks(void *cache, const void *in, size_t block_bytes, size_t stride,
+                           const int64_t *ids, int64_t count) {
+  move({static_cast<char *>(cache), static_cast<const char *>(in), block_bytes,
+        {stride, ids, 1}, {block_bytes, nullptr, 1}, count});
 }
 
 void octavo_mask_logits(float *logits, int64_t vocab, int64_t row_stride, const int64_t *rows,

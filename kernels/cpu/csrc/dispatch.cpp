@@ -178,9 +178,7 @@ int octavo_decoder_layer(const octavo_layer *layer, const octavo_layer_step *ste
 }
 int octavo_decoder_layers(const octavo_layer *const *layers, const octavo_layer_step *const *steps,
                           int64_t count, float *x) {
-  for (int64_t i = 0; i < count; ++i)
-    if (const int status = choice.table->decoder_layer(layers[i], steps[i], x)) return status;
-  return OCTAVO_OK;
+  return choice.table->decoder_layers(layers, steps, count, x);
 }
 double octavo_peak(int kind, int64_t rounds) { return choice.table->peak(kind, rounds); }
 uint32_t octavo_read(const void *data, int64_t bytes) { return choice.table->read(data, bytes); }

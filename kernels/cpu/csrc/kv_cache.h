@@ -37,6 +37,12 @@ inline int64_t kv_record(C *, int head_size, int block_size) {
   return int64_t(head_size) * block_size + (has_scales<C> ? 4 * block_size : 0);
 }
 
+// Elements from one block of all heads to the next.
+template <class C>
+inline int64_t block_stride(C *cache, int64_t given, int heads, int head_size, int block_size) {
+  return given ? given : heads * kv_record(cache, head_size, block_size);
+}
+
 template <class F>
 inline int with_kv_dtype(int dtype, F &&f) {
   if (dtype == OCTAVO_INT8) return f(static_cast<kv8 *>(nullptr));
@@ -200,12 +206,13 @@ void write_run(const octavo_write_step &s, C *k_cache, C *v_cache, X *k, X *v,
                int64_t token, int run) {
   const int64_t block = s.slots[token] / s.block_size;
   const int offset = int(s.slots[token] % s.block_size), dv = s.head_size_v;
+  k_cache += block * block_stride(k_cache, s.k_block_stride, s.kv_heads, s.head_size, s.block_size);
+  v_cache += block * block_stride(v_cache, s.v_block_stride, s.kv_heads, dv, s.block_size);
   for (int h = 0; h < s.kv_heads; ++h) {
-    const int64_t head = block * s.kv_heads + h;
-    write_keys(k_cache + head * kv_record(k_cache, s.head_size, s.block_size), s.block_size, offset,
+    write_keys(k_cache + h * kv_record(k_cache, s.head_size, s.block_size), s.block_size, offset,
                k + token * s.k_row_stride + int64_t(h) * s.head_size, s.k_row_stride, run,
                s.head_size);
-    C *block_v = v_cache + head * kv_record(v_cache, dv, s.block_size);
+    C *block_v = v_cache + h * kv_record(v_cache, dv, s.block_size);
     const X *from_v = v + token * s.v_row_stride + int64_t(h) * dv;
     for (int t = 0; t < run; ++t, from_v += s.v_row_stride) {
       C *to = block_v + int64_t(offset + t) * dv;

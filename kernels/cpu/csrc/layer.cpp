@@ -5,6 +5,8 @@
 // where their product's activations are made (and quantised, if its weights are integers); rotation
 // and the cache's scatter share a pass. Every element is computed by the same instructions as by the
 // single ops, so both ways give the same bits.
+#include "layer.h"
+
 #include "kv_cache.h"
 #include "linear.h"
 #include "norm.h"
@@ -94,10 +96,9 @@ void rotate_and_store(const octavo_layer &l, const octavo_layer_step &step, floa
 
 }  // namespace
 
-int decoder_layer(const octavo_layer *layer, const octavo_layer_step *step, float *x) {
-  const octavo_layer &l = *layer;
-  const octavo_attention_step &a = *step->attention;
-  const int64_t rows = step->rows, hidden = l.qkv.k;
+int run_layer(const octavo_layer &l, const octavo_layer_step &step, float *x, const Turn *turn) {
+  const octavo_attention_step &a = *step.attention;
+  const int64_t rows = step.rows, hidden = l.qkv.k;
   if (!valid(l.qkv) || !valid(l.out) || !valid(l.gate_up) || !valid(l.down) || !l.gate_up.gated ||
       l.qkv.gated || l.out.n != hidden || l.gate_up.k != hidden || l.down.n != hidden ||
       l.down.k * 2 != l.gate_up.n || a.x_dtype != OCTAVO_F32 || a.q_row_stride != l.qkv.n ||
@@ -125,7 +126,8 @@ int decoder_layer(const octavo_layer *layer, const octavo_layer_step *step, floa
   e.bias = l.qkv_bias;
   normed_product(l, l.norm_1, l.qkv, x, rows, b, e);
   octavo::Laps laps;
-  rotate_and_store(l, *step, b.qkv);
+  rotate_and_store(l, step, b.qkv);
+  if (turn) turn->wrote();
   laps(OCTAVO_ROTARY_AND_KV);
   const int status = paged_attention(&a, &l.attention, b.mixed, b.qkv, l.k_cache, l.v_cache);
   if (status) return status;
@@ -144,6 +146,10 @@ int decoder_layer(const octavo_layer *layer, const octavo_layer_step *step, floa
   e.add = true;
   product(l.down, b.middle, rows, b.codes, e);
   return OCTAVO_OK;
+}
+
+int decoder_layer(const octavo_layer *layer, const octavo_layer_step *step, float *x) {
+  return run_layer(*layer, *step, x, nullptr);
 }
 
 }  // namespace OCTAVO_NS

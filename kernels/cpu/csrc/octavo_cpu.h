@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define OCTAVO_CPU_ABI 3
+#define OCTAVO_CPU_ABI 4
 
 #if defined(_WIN32)
 #define OCTAVO_API __declspec(dllexport)
@@ -36,7 +36,7 @@ OCTAVO_API int octavo_threads(void);
 /* --- where the time goes, and what the machine could do --- */
 enum octavo_phase { /* in a fused layer norms quantise what they make: that counts as norm */
   OCTAVO_LINEAR = 0, OCTAVO_ATTENTION, OCTAVO_NORM, OCTAVO_ROTARY_AND_KV, OCTAVO_ACTIVATION,
-  OCTAVO_QUANTIZE, OCTAVO_EMBEDDING, OCTAVO_SAMPLE, OCTAVO_PHASES
+  OCTAVO_QUANTIZE, OCTAVO_EMBEDDING, OCTAVO_SAMPLE, OCTAVO_WAIT, OCTAVO_PHASES
 };
 /* Sets the counters to zero and switches them on or off. They belong to one calling thread. */
 OCTAVO_API void octavo_profile(int enable);
@@ -49,20 +49,24 @@ OCTAVO_API double octavo_peak(int kind, int64_t rounds);
 OCTAVO_API uint32_t octavo_read(const void *data, int64_t bytes);
 
 /* --- KV cache: K [blocks, kv_heads, head_size, block_size],
- *               V [blocks, kv_heads, block_size, head_size_v] --- */
+ *               V [blocks, kv_heads, block_size, head_size_v]; from one block to the next are the
+ *               step's k_block_stride and v_block_stride elements, 0 if they touch --- */
 typedef struct {
   const int64_t *slots; /* [tokens]: block * block_size + offset; negative: skip */
   int64_t tokens, k_row_stride, v_row_stride;
   int32_t x_dtype, kv_dtype, kv_heads, head_size, head_size_v, block_size;
+  int64_t k_block_stride, v_block_stride;
 } octavo_write_step;
 OCTAVO_API int octavo_write_kv(const octavo_write_step *step, void *k_cache, void *v_cache,
                                const void *k, const void *v);
 
-OCTAVO_API void octavo_copy_blocks(void *cache, size_t block_bytes, const int64_t *pairs,
+/* Of each block `block_bytes` are moved; blocks of the cache are `stride` bytes apart, those of `out` and
+ * `in` touch. */
+OCTAVO_API void octavo_copy_blocks(void *cache, size_t block_bytes, size_t stride, const int64_t *pairs,
                                    int64_t count); /* pairs [count, 2]: source, destination */
-OCTAVO_API void octavo_gather_blocks(void *out, const void *cache, size_t block_bytes,
+OCTAVO_API void octavo_gather_blocks(void *out, const void *cache, size_t block_bytes, size_t stride,
                                      const int64_t *ids, int64_t count);
-OCTAVO_API void octavo_scatter_blocks(void *cache, const void *in, size_t block_bytes,
+OCTAVO_API void octavo_scatter_blocks(void *cache, const void *in, size_t block_bytes, size_t stride,
                                       const int64_t *ids, int64_t count);
 
 /* --- attention --- */
@@ -73,6 +77,7 @@ typedef struct {                /* what holds for every layer of one step */
   int64_t table_stride, out_row_stride, q_row_stride;
   int32_t sequences, x_dtype, kv_dtype;
   int32_t q_heads, kv_heads, head_size, head_size_v, block_size;
+  int64_t k_block_stride, v_block_stride; /* as in octavo_write_step */
 } octavo_attention_step;
 typedef struct {       /* what holds for one layer over all steps */
   const float *sinks;  /* [q_heads] extra logits in the denominator, or NULL */

@@ -60,75 +60,67 @@ void wake_all(int *) {
 int g_spins = 2000;  // pauses before a waiter sleeps: some tens of microseconds
 int spins() { return __atomic_load_n(&g_spins, __ATOMIC_RELAXED); }
 
-struct Pool {
-  int threads = 1;
-  pthread_t *workers = nullptr;
+// How deep in regions a thread is: in none; in a piece that has loops of its own; in one that has none,
+// where a kernel that is called runs alone.
+enum Depth { kOutside, kGroup, kLeaf };
+thread_local Depth t_depth = kOutside;
+thread_local int t_slot = 0;           // in a group: which of the pool's inner regions is this thread's
+thread_local bool t_worker = false;
+
+struct Inside {
+  const Depth before = t_depth;
+  explicit Inside(Depth depth) { t_depth = depth; }
+  ~Inside() { t_depth = before; }
+};
+
+// A loop whose pieces threads take one by one. Its owner opens it, works and closes it; others may join
+// while it is open.
+struct Region {
   void (*body)(void *, int, int64_t, int64_t) = nullptr;
   void *ctx = nullptr;
   int64_t n = 0, grain = 1;
-  int limit = 0;  // threads this region may have
+  int limit = 0;  // threads it may have
   alignas(64) int64_t next = 0;
   alignas(64) int slots = 0;
-  // Twice the number of the region, plus 1 while it may be joined: workers wait for it to change.
+  // Twice the number of times it was open, plus 1 while it is: workers wait for it to change.
   alignas(64) int ticket = 0;
-  alignas(64) int sleepers = 0;
-  // How many workers are inside, times two, plus 1 if the caller sleeps until they are out.
+  // How many have joined, times two, plus 1 if the owner sleeps until they are out.
   alignas(64) int inside = 0;
-  bool stop = false;
 
-  void work(int slot) {
+  void work(int slot, int64_t *left = nullptr) {
     for (;;) {
       const int64_t begin = __atomic_fetch_add(&next, grain, __ATOMIC_RELAXED);
       if (begin >= n) return;
       body(ctx, slot, begin, begin + grain < n ? begin + grain : n);
+      if (left) __atomic_sub_fetch(left, 1, __ATOMIC_RELEASE);
     }
   }
 
-  // Enters the region with this ticket unless it has closed. Counting oneself in before looking
-  // again keeps the caller from reusing the fields under a worker's hands.
-  void join(int seen) {
+  void open(int64_t count, int64_t piece, int most, void (*f)(void *, int, int64_t, int64_t), void *data) {
+    body = f, ctx = data, grain = piece, limit = most;
+    __atomic_store_n(&n, count, __ATOMIC_RELAXED);
+    __atomic_store_n(&next, 0, __ATOMIC_RELAXED);
+    slots = 1;  // the owner is slot 0
+    __atomic_fetch_add(&ticket, 1, __ATOMIC_SEQ_CST);
+  }
+
+  bool has_work() const { return __atomic_load_n(&next, __ATOMIC_RELAXED) < __atomic_load_n(&n, __ATOMIC_RELAXED); }
+
+  // f(slot) if the region with this ticket is still open. Counting oneself in before looking again keeps
+  // the owner from reusing the fields under one's hands.
+  template <class F>
+  void join(int seen, F &&f) {
     __atomic_fetch_add(&inside, 2, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&ticket, __ATOMIC_SEQ_CST) == seen) {
       const int slot = __atomic_fetch_add(&slots, 1, __ATOMIC_RELAXED);
-      if (slot < limit) work(slot);
+      if (slot < limit) f(slot);
     }
     const int left = __atomic_sub_fetch(&inside, 2, __ATOMIC_SEQ_CST);
     if (left == 1) wake_all(&inside);
   }
 
-  void serve() {
-    int seen = 0;
-    for (;;) {
-      int now = __atomic_load_n(&ticket, __ATOMIC_SEQ_CST);
-      const int pauses = spins();
-      for (int i = 0; now == seen && i < pauses; ++i) {
-        relax();
-        now = __atomic_load_n(&ticket, __ATOMIC_SEQ_CST);
-      }
-      if (now == seen) {
-        __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);
-        sleep_while(&ticket, seen);
-        __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
-        continue;
-      }
-      seen = now;
-      if (__atomic_load_n(&stop, __ATOMIC_SEQ_CST)) return;
-      if (now & 1) join(now);
-    }
-  }
-
-  void change_ticket() {
+  void close() {
     __atomic_fetch_add(&ticket, 1, __ATOMIC_SEQ_CST);
-  }
-
-  void run(int64_t count, int64_t piece, int most, void (*f)(void *, int, int64_t, int64_t),
-           void *data) {
-    body = f, ctx = data, n = count, grain = piece, limit = most;
-    next = 0, slots = 1;  // the caller is slot 0
-    change_ticket();
-    if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST)) wake_all(&ticket);
-    work(0);
-    change_ticket();
     const int pauses = spins();
     for (int i = 0; i < pauses && __atomic_load_n(&inside, __ATOMIC_SEQ_CST); ++i) relax();
     if (!__atomic_load_n(&inside, __ATOMIC_SEQ_CST)) return;
@@ -141,13 +133,91 @@ struct Pool {
   }
 };
 
+struct Pool {
+  int threads = 1;
+  pthread_t *workers = nullptr;
+  Region top;
+  Region *inner = nullptr;         // [threads] loops of pieces that have some
+  bool groups = false;             // whether top's pieces do
+  alignas(64) int64_t left = 0;    // of those, how many are not done
+  alignas(64) int sleepers = 0;
+  bool stop = false;
+
+  void take(int slot) {
+    if (!groups) {
+      const Inside leaf(kLeaf);
+      return top.work(slot);
+    }
+    {
+      const Inside group(kGroup);
+      t_slot = slot;
+      top.work(slot, &left);
+    }
+    help();
+  }
+
+  // Joins the loops of those whose pieces are not done, for as long as there is something to join now
+  // and then.
+  void help() {
+    const Inside leaf(kLeaf);
+    const int pauses = spins();
+    for (int idle = 0; idle < pauses && __atomic_load_n(&left, __ATOMIC_ACQUIRE) > 0; ++idle) {
+      for (int i = 0; i < threads; ++i) {
+        Region &r = inner[i];
+        const int now = __atomic_load_n(&r.ticket, __ATOMIC_SEQ_CST);
+        if (!(now & 1) || !r.has_work()) continue;
+        r.join(now, [&](int slot) { r.work(slot); });
+        idle = 0;
+      }
+      relax();
+    }
+  }
+
+  void serve() {
+    int seen = 0;
+    for (;;) {
+      int now = __atomic_load_n(&top.ticket, __ATOMIC_SEQ_CST);
+      const int pauses = spins();
+      for (int i = 0; now == seen && i < pauses; ++i) {
+        relax();
+        now = __atomic_load_n(&top.ticket, __ATOMIC_SEQ_CST);
+      }
+      if (now == seen) {
+        __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);
+        sleep_while(&top.ticket, seen);
+        __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
+        continue;
+      }
+      seen = now;
+      if (__atomic_load_n(&stop, __ATOMIC_SEQ_CST)) return;
+      if (now & 1) top.join(now, [&](int slot) { take(slot); });
+    }
+  }
+
+  void run(int64_t count, int64_t piece, int most, bool has_loops, void (*f)(void *, int, int64_t, int64_t),
+           void *data) {
+    groups = has_loops, left = count;
+    top.open(count, piece, most, f, data);
+    if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST)) wake_all(&top.ticket);
+    take(0);
+    top.close();
+  }
+
+  void run_inner(int64_t count, int64_t piece, int most, void (*f)(void *, int, int64_t, int64_t), void *data) {
+    Region &r = inner[t_slot];
+    const Inside leaf(kLeaf);
+    r.open(count, piece, most, f, data);
+    r.work(0);
+    r.close();
+  }
+};
+
 Pool *g_pool = nullptr;
 int g_threads = 1;  // of g_pool, which may be gone by the time that who asks would look inside
 pthread_mutex_t g_region = PTHREAD_MUTEX_INITIALIZER;  // one region at a time
-thread_local bool t_inside = false;                    // a body that calls a kernel runs it alone
 
 void *serve(void *pool) {
-  t_inside = true;
+  t_depth = kLeaf, t_worker = true;
   static_cast<Pool *>(pool)->serve();
   return nullptr;
 }
@@ -159,16 +229,18 @@ void resize(int threads) {
   __atomic_store_n(&g_pool, static_cast<Pool *>(nullptr), __ATOMIC_RELEASE);
   if (old) {
     __atomic_store_n(&old->stop, true, __ATOMIC_SEQ_CST);
-    old->change_ticket();
-    wake_all(&old->ticket);
+    __atomic_fetch_add(&old->top.ticket, 2, __ATOMIC_SEQ_CST);
+    wake_all(&old->top.ticket);
     for (int i = 0; i < old->threads - 1; ++i) pthread_join(old->workers[i], nullptr);
     delete[] old->workers;
+    delete[] old->inner;
     delete old;
   }
   Pool *pool = threads > 1 ? new (std::nothrow) Pool : nullptr;
   if (pool) {
     pool->workers = new (std::nothrow) pthread_t[size_t(threads - 1)];
-    for (int i = 0; pool->workers && i < threads - 1; ++i) {
+    pool->inner = new (std::nothrow) Region[size_t(threads)];
+    for (int i = 0; pool->workers && pool->inner && i < threads - 1; ++i) {
       if (pthread_create(&pool->workers[i], nullptr, serve, pool)) break;
       pool->threads = i + 2;
     }
@@ -197,31 +269,61 @@ struct Buffer {
   size_t size = 0;
   ~Buffer() { std::free(memory); }
 };
-thread_local Buffer t_buffers[3];
+thread_local Buffer t_buffers[4];
 
 }  // namespace
 
 int max_threads() {
-  return t_inside ? 1 : __atomic_load_n(&g_threads, __ATOMIC_ACQUIRE);
+  return t_depth == kLeaf ? 1 : __atomic_load_n(&g_threads, __ATOMIC_ACQUIRE);
+}
+bool in_group() { return t_depth == kGroup; }
+
+static void shared(int64_t n, int64_t grain, int threads, bool groups,
+                   void (*body)(void *, int, int64_t, int64_t), void *ctx) {
+  if (n <= 0) return;
+  const int64_t pieces = (n + grain - 1) / grain;
+  if (pieces < threads) threads = static_cast<int>(pieces);
+  if (threads <= 1 || t_depth == kLeaf || !__atomic_load_n(&g_pool, __ATOMIC_ACQUIRE))
+    return body(ctx, 0, 0, n);
+  if (t_depth == kGroup) {  // who runs the groups keeps the pool from changing
+    Pool *pool = g_pool;
+    return pool->run_inner(n, grain, threads < pool->threads ? threads : pool->threads, body, ctx);
+  }
+  // A second caller (another thread of the host program) does not wait for the first: it works alone.
+  if (pthread_mutex_trylock(&g_region)) return body(ctx, 0, 0, n);
+  if (Pool *pool = g_pool)
+    pool->run(n, grain, threads < pool->threads ? threads : pool->threads, groups, body, ctx);
+  else
+    body(ctx, 0, 0, n);
+  pthread_mutex_unlock(&g_region);
 }
 
 void parallel_for(int64_t n, int64_t grain, int threads,
                   void (*body)(void *, int, int64_t, int64_t), void *ctx) {
-  if (n <= 0) return;
-  const int64_t pieces = (n + grain - 1) / grain;
-  if (pieces < threads) threads = static_cast<int>(pieces);
-  if (threads <= 1 || t_inside || !__atomic_load_n(&g_pool, __ATOMIC_ACQUIRE))
-    return body(ctx, 0, 0, n);
-  // A second caller (another thread of the host program) does not wait for the first: it works alone.
-  if (pthread_mutex_trylock(&g_region)) return body(ctx, 0, 0, n);
-  if (Pool *pool = g_pool) {
-    t_inside = true;
-    pool->run(n, grain, threads < pool->threads ? threads : pool->threads, body, ctx);
-    t_inside = false;
-  } else {
-    body(ctx, 0, 0, n);
+  shared(n, grain, threads, false, body, ctx);
+}
+void parallel_groups(int64_t n, int threads, void (*body)(void *, int, int64_t, int64_t), void *ctx) {
+  shared(n, 1, threads, true, body, ctx);
+}
+
+void reach(Progress &p, int done) {
+  __atomic_store_n(&p.done, done, __ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&p.sleepers, __ATOMIC_SEQ_CST)) wake_all(&p.done);
+}
+
+void wait_for(Progress &p, int done) {
+  int pauses = spins();
+  for (;;) {
+    const int now = __atomic_load_n(&p.done, __ATOMIC_SEQ_CST);
+    if (now >= done) return;
+    if (pauses-- > 0) {
+      relax();
+      continue;
+    }
+    __atomic_fetch_add(&p.sleepers, 1, __ATOMIC_SEQ_CST);
+    sleep_while(&p.done, now);
+    __atomic_fetch_sub(&p.sleepers, 1, __ATOMIC_SEQ_CST);
   }
-  pthread_mutex_unlock(&g_region);
 }
 
 void *scratch(size_t bytes, int level) {
@@ -247,7 +349,9 @@ double seconds() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return double(t.tv_sec) + double(t.tv_nsec) * 1e-9;
 }
-void add_seconds(int phase, double spent) { g_seconds[phase] += spent; }
+void add_seconds(int phase, double spent) {
+  if (!t_worker) g_seconds[phase] += spent;
+}
 
 }  // namespace octavo
 

@@ -19,6 +19,7 @@ struct KernelTable {
   decltype(&octavo_unpack_rows) unpack_rows;
   decltype(&octavo_linear) linear;
   decltype(&octavo_decoder_layer) decoder_layer;
+  decltype(&octavo_decoder_layers) decoder_layers;
   decltype(&octavo_peak) peak;
   decltype(&octavo_read) read;
 };

@@ -33,6 +33,7 @@ int64_t weight_bytes(const octavo_weight *);
 int pack_weight(const octavo_weight *, const void *const *, const int64_t *, int);
 int unpack_rows(const octavo_weight *, float *, const int64_t *, int64_t);
 int decoder_layer(const octavo_layer *, const octavo_layer_step *, float *);
+int decoder_layers(const octavo_layer *const *, const octavo_layer_step *const *, int64_t, float *);
 int linear(const octavo_weight *, float *, int64_t, const float *, int64_t, int64_t, const float *);
 double peak(int, int64_t);
 uint32_t read(const void *, int64_t);
@@ -42,6 +43,17 @@ template <class F>
 inline void parallel(int64_t n, int64_t grain, int threads, F &&f) {
   octavo::parallel_for(
       n, grain, threads,
+      [](void *ctx, int slot, int64_t begin, int64_t end) {
+        (*static_cast<F *>(ctx))(slot, begin, end);
+      },
+      &f);
+}
+
+// The same by parallel_groups.
+template <class F>
+inline void parallel_groups(int64_t n, int threads, F &&f) {
+  octavo::parallel_groups(
+      n, threads,
       [](void *ctx, int slot, int64_t begin, int64_t end) {
         (*static_cast<F *>(ctx))(slot, begin, end);
       },

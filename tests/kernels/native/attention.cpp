@@ -42,7 +42,7 @@ struct Step {
     sinks = Array::normal(random, c.q_heads);
     step = {tables.data(), start.data(), context.data(), stride, int64_t(c.q_heads) * c.dv, c.q_heads * c.d + 8,
             static_cast<int32_t>(c.sequences.size()), c.x_dtype, c.kv_dtype, c.q_heads, c.kv_heads, c.d, c.dv,
-            c.block};
+            c.block, 0, 0};
     layer = {c.sinks ? sinks.floats() : nullptr, static_cast<float>(1 / std::sqrt(c.d)), static_cast<float>(c.softcap),
              c.window};
   }
@@ -121,7 +121,7 @@ void test_write_kv(Report &r) {
           for (int i = 0; i < d; ++i) want_k.set((page * d + i) * block + offset, k[t * ks + h * d + i]);
           for (int i = 0; i < dv; ++i) want_v.set((page * block + offset) * dv + i, v[t * vs + h * dv + i]);
         }
-      const octavo_write_step step = {slots.data(), tokens, ks, vs, x_dtype, kv_dtype, heads, d, dv, block};
+      const octavo_write_step step = {slots.data(), tokens, ks, vs, x_dtype, kv_dtype, heads, d, dv, block, 0, 0};
       r.that(!octavo_write_kv(&step, k_cache.data(), v_cache.data(), k.data(), v.data()), "status");
       r.that(k_cache == want_k, "keys of %s in %s", name_of(x_dtype), name_of(kv_dtype));
       r.that(v_cache == want_v, "values of %s in %s", name_of(x_dtype), name_of(kv_dtype));
@@ -130,25 +130,27 @@ void test_write_kv(Report &r) {
 
 void test_blocks(Report &r) {
   Random random(12);
-  for (size_t bytes : {size_t(1), size_t(300), size_t(200000)}) {
-    const int blocks = 7;
-    std::vector<unsigned char> cache(blocks * bytes), want, host(3 * bytes);
-    for (unsigned char &b : cache) b = static_cast<unsigned char>(random.bits());
-    want = cache;
-    const int64_t pairs[] = {2, 5, 5, 0, 1, 2};  // the second reads what the first wrote
-    for (int i = 0; i < 3; ++i) std::memcpy(&want[pairs[2 * i + 1] * bytes], &want[pairs[2 * i] * bytes], bytes);
-    octavo_copy_blocks(cache.data(), bytes, pairs, 3);
-    r.that(cache == want, "copies of %zu bytes", bytes);
-    const int64_t from[] = {6, 0, 3}, to[] = {1, 6, 4};
-    octavo_gather_blocks(host.data(), cache.data(), bytes, from, 3);
-    octavo_scatter_blocks(cache.data(), host.data(), bytes, to, 3);
-    std::vector<unsigned char> expected = want;
-    for (int i = 0; i < 3; ++i) {
-      r.that(!std::memcmp(&host[i * bytes], &want[from[i] * bytes], bytes), "gathered block %d", i);
-      std::memcpy(&expected[to[i] * bytes], &want[from[i] * bytes], bytes);
+  for (size_t gap : {size_t(0), size_t(40)})
+    for (size_t bytes : {size_t(1), size_t(300), size_t(200000)}) {
+      const int blocks = 7;
+      const size_t stride = bytes + gap;
+      std::vector<unsigned char> cache(blocks * stride), want, host(3 * bytes);
+      for (unsigned char &b : cache) b = static_cast<unsigned char>(random.bits());
+      want = cache;
+      const int64_t pairs[] = {2, 5, 5, 0, 1, 2};  // the second reads what the first wrote
+      for (int i = 0; i < 3; ++i) std::memcpy(&want[pairs[2 * i + 1] * stride], &want[pairs[2 * i] * stride], bytes);
+      octavo_copy_blocks(cache.data(), bytes, stride, pairs, 3);
+      r.that(cache == want, "copies of %zu bytes", bytes);
+      const int64_t from[] = {6, 0, 3}, to[] = {1, 6, 4};
+      octavo_gather_blocks(host.data(), cache.data(), bytes, stride, from, 3);
+      octavo_scatter_blocks(cache.data(), host.data(), bytes, stride, to, 3);
+      std::vector<unsigned char> expected = want;
+      for (int i = 0; i < 3; ++i) {
+        r.that(!std::memcmp(&host[i * bytes], &want[from[i] * stride], bytes), "gathered block %d", i);
+        std::memcpy(&expected[to[i] * stride], &want[from[i] * stride], bytes);
+      }
+      r.that(cache == expected, "scattered blocks of %zu bytes", bytes);
     }
-    r.that(cache == expected, "scattered blocks of %zu bytes", bytes);
-  }
 }
 
 void test_attention(Report &r) {

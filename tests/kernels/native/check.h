@@ -193,4 +193,5 @@ void test_sample(Report &);
 void test_sample_distribution(Report &);
 void test_logprobs(Report &);
 void test_decoder_layer(Report &);
+void test_decoder_layers(Report &);
 void test_threads(Report &);

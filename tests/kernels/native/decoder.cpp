@@ -1,5 +1,7 @@
 // A decoder layer in one call against the same layer as single calls, to the last bit.
 #include <cstdlib>
+#include <memory>
+#include <utility>
 
 #include "check.h"
 
@@ -82,8 +84,8 @@ void test_decoder_layer(Report &r) {
       positions.push_back(37), slots.push_back(9 * kBlock + 5);
       positions.push_back(-1), slots.push_back(-1);
       const octavo_attention_step attention = {tables, start, context, 3, kHeads * kHead, kQkv, 2, OCTAVO_F32,
-                                               kv_dtype, kHeads, kKvHeads, kHead, kHead, kBlock};
-      const octavo_write_step write = {slots.data(), rows, kQkv, kQkv, OCTAVO_F32, kv_dtype, kKvHeads, kHead, kHead, kBlock};
+                                               kv_dtype, kHeads, kKvHeads, kHead, kHead, kBlock, 0, 0};
+      const octavo_write_step write = {slots.data(), rows, kQkv, kQkv, OCTAVO_F32, kv_dtype, kKvHeads, kHead, kHead, kBlock, 0, 0};
       const octavo_layer_step step = {&attention, &write, positions.data(), rows};
       const size_t cache = size_t(kBlocks) * kKvHeads * kHead * kBlock;
       Array k[2] = {Array::normal(random, cache, kv_dtype), Array()}, v[2] = {Array::normal(random, cache, kv_dtype), Array()};
@@ -101,5 +103,102 @@ void test_decoder_layer(Report &r) {
       octavo_layer wrong = one_call;
       wrong.down.k = kMiddle / 2;
       r.that(octavo_decoder_layer(&wrong, &step, x[0].floats()) == OCTAVO_BAD_ARGUMENT, "a wrong shape is refused");
+    }
+}
+
+namespace {
+
+constexpr int kLayers = 3, kManyBlocks = 64;
+
+// A step of many rows: prompts that begin, prompts that go on behind what is cached, single tokens with long and
+// short contexts, a row of padding. Every layer's K and V lie in one region, block by block.
+struct ManyRows {
+  static constexpr int kTable = 12;
+  std::vector<int64_t> positions, slots;
+  std::vector<int32_t> tables, start = {0}, context;
+  octavo_attention_step attention;
+  octavo_write_step write;
+  octavo_layer_step step;
+  int64_t k_elements, layer_elements, block_elements;
+
+  ManyRows(Random &random, int kv_dtype, bool backwards) {
+    std::vector<int32_t> free;
+    for (int i = 0; i < kManyBlocks; ++i) free.push_back(i);
+    for (int i = kManyBlocks - 1; i > 0; --i) std::swap(free[i], free[random.below(i + 1)]);
+    auto add = [&](int rows, int seen) {
+      std::vector<int32_t> table(kTable, -1);
+      for (int i = 0; i * kBlock < seen; ++i) table[i] = free.back(), free.pop_back();
+      for (int p = seen - rows; p < seen; ++p)
+        positions.push_back(p), slots.push_back(int64_t(table[p / kBlock]) * kBlock + p % kBlock);
+      tables.insert(tables.end(), table.begin(), table.end());
+      start.push_back(static_cast<int32_t>(positions.size())), context.push_back(seen);
+    };
+    add(1, 150);
+    add(70, 70);
+    for (int i = 0; i < 9; ++i) add(1, 1 + 5 * i);
+    add(45, 61);
+    add(40, 75);
+    for (int i = 0; i < 8; ++i) add(1, 17);
+    if (backwards)  // the first sequence sees a block that the last one writes
+      tables[0] = tables[(context.size() - 1) * kTable + 1] = free.back(), slots.back() = int64_t(free.back()) * kBlock;
+    positions.push_back(-1), slots.push_back(-1);
+    const int64_t rows = static_cast<int64_t>(positions.size());
+    k_elements = kKvHeads * kHead * kBlock, layer_elements = 2 * k_elements;
+    block_elements = kLayers * layer_elements + 32;
+    attention = {tables.data(), start.data(), context.data(), kTable, kHeads * kHead, kQkv,
+                 static_cast<int32_t>(context.size()), OCTAVO_F32, kv_dtype, kHeads, kKvHeads, kHead, kHead, kBlock,
+                 block_elements, block_elements};
+    write = {slots.data(), rows, kQkv, kQkv, OCTAVO_F32, kv_dtype, kKvHeads, kHead, kHead, kBlock,
+             block_elements, block_elements};
+    step = {&attention, &write, positions.data(), rows};
+  }
+  ManyRows(const ManyRows &) = delete;
+
+  void place(octavo_layer &l, int i, Array &region) const {
+    l.k_cache = region.at(i * layer_elements), l.v_cache = region.at(i * layer_elements + k_elements);
+  }
+};
+
+}  // namespace
+
+void test_decoder_layers(Report &r) {
+  Random random(42);
+  for (int format : {OCTAVO_F32, OCTAVO_INT8, OCTAVO_INT4})
+    for (bool backwards : {false, true}) {
+      const int kv_dtype = format == OCTAVO_INT8 ? OCTAVO_F16 : OCTAVO_F32;
+      std::vector<std::unique_ptr<Layer>> layers;
+      for (int i = 0; i < kLayers; ++i) layers.push_back(std::make_unique<Layer>(random, format, OCTAVO_SILU, i > 0));
+      layers[1]->l.attention.window = 33;
+      ManyRows many(random, kv_dtype, backwards);
+      // The same step described twice: layers of different KV groups have one each.
+      const octavo_attention_step also_attention = many.attention;
+      const octavo_layer_step also = {&also_attention, &many.write, many.positions.data(), many.step.rows};
+      const octavo_layer_step *const steps[] = {&many.step, &also, &many.step};
+      const int64_t rows = many.step.rows;
+      Array region[2] = {Array::normal(random, kManyBlocks * many.block_elements, kv_dtype), Array()};
+      Array x[2] = {Array::normal(random, rows * kHidden), Array()};
+      region[1] = region[0], x[1] = x[0];
+      for (int i = 0; i < kLayers; ++i) {
+        octavo_layer l = layers[i]->l;
+        many.place(l, i, region[1]);
+        r.that(!octavo_decoder_layer(&l, &many.step, x[1].floats()), "status");
+      }
+      std::vector<octavo_layer> own;
+      for (int i = 0; i < kLayers; ++i) own.push_back(layers[i]->l), many.place(own[i], i, region[0]);
+      const octavo_layer *const all[] = {&own[0], &own[1], &own[2]};
+      const Array first = x[0], cache = region[0];
+      for (int spins : {0, 1, 200, 200}) {  // waiters that sleep at once, nearly at once, and hardly ever
+        octavo_set_threads(octavo_threads(), spins);
+        x[0] = first, region[0] = cache;
+        for (int i = 0; i < kLayers; ++i) many.place(own[i], i, region[0]);
+        r.that(!octavo_decoder_layers(all, steps, kLayers, x[0].floats()), "status");
+        const size_t meant = size_t(rows - 1) * kHidden * 4;  // padding's row is nobody's
+        r.that(!std::memcmp(x[0].data(), x[1].data(), meant), "%s: all layers in one call give other bits", name_of(format));
+        r.that(region[0] == region[1], "%s: all layers in one call write another cache", name_of(format));
+      }
+      r.saw(x[0].data(), size_t(rows - 1) * kHidden * 4);
+      // A layer that cannot be run: nobody waits for it.
+      own[1].down.k = kMiddle / 2;
+      r.that(octavo_decoder_layers(all, steps, kLayers, x[0].floats()) == OCTAVO_BAD_ARGUMENT, "a wrong shape is refused");
     }
 }

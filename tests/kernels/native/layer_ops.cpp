@@ -46,7 +46,7 @@ void test_conversions(Report &r) {
       x.floats()[i] = static_cast<float>(value);
     }
     const int64_t slot = 0;
-    const octavo_write_step step = {&slot, 1, n, n, OCTAVO_F32, dtype, 1, n, n, 1};
+    const octavo_write_step step = {&slot, 1, n, n, OCTAVO_F32, dtype, 1, n, n, 1, 0, 0};
     r.that(!octavo_write_kv(&step, cache.data(), other.data(), x.data(), x.data()), "status");
     for (int i = 0; i < n; ++i) r.near(cache[i], rounded(x[i], dtype), 0, 0, "stored", i);
     r.that(cache == other, "keys and values are stored alike");

@@ -22,7 +22,8 @@ const struct Test {
     {"attention", test_attention}, {"attention_company", test_attention_company}, {"packing", test_packing},
     {"products", test_products}, {"exact_products", test_exact_products}, {"product_company", test_product_company},
     {"odd_numbers", test_odd_numbers}, {"sample", test_sample}, {"sample_distribution", test_sample_distribution},
-    {"logprobs", test_logprobs}, {"decoder_layer", test_decoder_layer}, {"threads", test_threads},
+    {"logprobs", test_logprobs}, {"decoder_layer", test_decoder_layer},
+    {"decoder_layers", test_decoder_layers}, {"threads", test_threads},
 };
 
 Report run(const std::vector<std::string> &only) {

@@ -1,0 +1,26 @@
+// A decoder layer, run by whoever has all its rows or some of them.
+#pragma once
+#include "variant.h"
+
+namespace OCTAVO_NS {
+
+constexpr int kMostGroups = 64;
+
+// Of a group of rows that goes through the layers beside others: its queries see what some of the groups
+// before it write in the same layer.
+struct Turn {
+  octavo::Progress *written;  // [groups] layers whose keys and values are in the cache
+  uint64_t waits;             // a bit for each group that this one waits for
+  int group, layer;
+
+  void wrote() const {
+    octavo::reach(written[group], layer + 1);
+    for (int i = 0; i < group; ++i)
+      if (waits >> i & 1) octavo::wait_for(written[i], layer + 1);
+  }
+};
+
+// turn: null for the one that has all rows.
+int run_layer(const octavo_layer &l, const octavo_layer_step &step, float *x, const Turn *turn);
+
+}  // namespace OCTAVO_NS
