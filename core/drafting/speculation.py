@@ -4,6 +4,11 @@ A step over n sequences takes t(n); with K tokens of drafts t(n + K), and brings
 accepted. Both are measured while the engine runs: the time of a step by its number of tokens, and of each
 sequence how often a drafted token was the right one. Drafts are as long as the tokens for each second are
 most; where no draft pays none is made, and now and then one is tried all the same.
+
+A drafter that is *alike* to all, a model, is about as often right whatever the text, and each of its tokens takes
+a share of a step. So one sequence tries it for all, with short drafts, and where they do not pay it is tried again
+ever more rarely: a model that guesses badly costs next to nothing. A first draft for a sequence has the model
+compute all its tokens, so what a step with drafts would take is estimated before it is tried.
 """
 
 from __future__ import annotations
@@ -17,10 +22,17 @@ from octavo.core.types import ScheduledTokens, StepPlan
 
 _HOPE = 0.6  # how likely a drafted token is right before anything is known
 _SHARE = 0.15  # weight of what was just seen
-_SHARE_OF_ALL = 0.05  # the same in what new sequences begin with, of a drafter that is alike to all
+_SHARE_OF_ALL = (
+    0.05  # the same, at least, in what new sequences begin with, of a drafter alike to all
+)
+_PRIOR = 4  # tokens that _HOPE counts as there, while few have been tried
+_TRIALS = 4  # tokens of such a drafter that one sequence tries before all others may
 _FORGET = 0.01  # share of the way back to what it began with for each step without a draft
 _GAIN = 1.03  # below it is noise
+_SHORT = 2  # tokens of its drafts meanwhile
+_FLAT = 8  # tokens up to which a step takes about as long as for one: reading the weights binds
 _PROBE = 100  # steps in which drafts did not pay, until one is tried
+_MOST_PATIENCE = 3200  # the same, when many such trials of a drafter alike to all were in vain
 
 
 class Speculation:
@@ -43,6 +55,10 @@ class Speculation:
         self._alike: bool = getattr(drafter, "alike", False)
         self._seconds: dict[int, float] = {}  # of a step, by size class of its number of tokens
         self._refused = 0
+        self._patience = _PROBE
+        # Of a drafter alike to all: tokens tried, and what one takes, as share of a step without drafts.
+        self._tried = 0
+        self._token_share: float | None = None
         self._drafting = 0.0  # seconds that the drafts of the step in hand took
 
     def close(self) -> None:
@@ -75,6 +91,10 @@ class Speculation:
         for i in able:
             if items[i].sequence.draft_hope < 0:
                 items[i].sequence.draft_hope = self._hope
+        due = self._refused + 1 >= self._patience and self._hope < _HOPE
+        if self.adaptive and self._alike and (self._tried < _TRIALS or due):
+            able = [self._who_tries(items, able)]
+            limit = min(limit, _SHORT)
         cap = self._cap([items[i].sequence for i in able], len(items), limit)
         if cap < 1:
             for i in able:
@@ -91,6 +111,7 @@ class Speculation:
         # What is done once for a prompt says nothing of the next draft's time.
         once: float = getattr(self.drafter, "once_seconds", 0.0)
         self._drafting = max(0.0, time.perf_counter() - begun - once)
+        self._learn_share(len(items), max(map(len, drafts)))
         for i, count, draft in zip(able, counts, drafts, strict=True):
             draft = draft[: min(count, room)]
             sequence = items[i].sequence
@@ -123,21 +144,52 @@ class Speculation:
         base = self._time(plain)
         if base is None:
             return 0  # what a step costs without drafts has to be known first
+        cap, tries = self._pays(able, plain, base, limit)
+        if tries:
+            return cap
+        self._refused = 0 if cap else self._refused + 1
+        if cap:
+            self._patience = _PROBE
+        if self._refused < self._patience:
+            return cap
+        self._refused = 0
+        if not self._alike:
+            return max(1, limit // 2)
+        self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        return 1
+
+    def _pays(self, able: list[Sequence], plain: int, base: float, limit: int) -> tuple[int, bool]:
+        """The length that brings most, 0 for none, and whether that is yet to be seen."""
         best, cap = plain / base * _GAIN, 0
         length = limit
         while length:
-            cost = self._time(plain + length * len(able))
-            if cost is None:
-                return length  # never tried
+            size = plain + length * len(able)
             brought = plain + sum(_expected(s.draft_hope, length) for s in able)
-            if brought / cost > best:
+            cost = self._time(size)
+            if cost is None:
+                likely = max(size, _FLAT) / max(plain, _FLAT) + length * (self._token_share or 0.0)
+                if not self._alike or brought / (base * likely) > best:
+                    return length, True  # never tried
+            elif brought / cost > best:
                 best, cap = brought / cost, length
             length //= 2
-        self._refused = 0 if cap else self._refused + 1
-        if self._refused >= _PROBE:
-            self._refused = 0
-            return max(1, limit // 2)
-        return cap
+        return cap, False
+
+    @staticmethod
+    def _who_tries(items: list[ScheduledTokens], able: list[int]) -> int:
+        """One that the drafter knows, or else the shortest: its tokens have to be computed first."""
+        return min(
+            able,
+            key=lambda i: (items[i].sequence.draft_state is None, items[i].sequence.num_tokens),
+        )
+
+    def _learn_share(self, plain: int, length: int) -> None:
+        base = self._time(plain)
+        if not self._alike or not length or base is None:
+            return
+        share = self._drafting / length / base
+        before = self._token_share
+        self._token_share = share if before is None else before + _SHARE * (share - before)
 
     # ------------------------------------------------------------------------------------- after
 
@@ -163,8 +215,9 @@ class Speculation:
         weight = 1 - (1 - _SHARE) ** tried
         sequence.draft_hope += weight * (accepted / tried - sequence.draft_hope)
         if self._alike:
-            weight = 1 - (1 - _SHARE_OF_ALL) ** tried
-            self._hope += weight * (accepted / tried - self._hope)
+            self._tried += tried
+            share = max(_SHARE_OF_ALL, 1 / (_PRIOR + self._tried))
+            self._hope += (1 - (1 - share) ** tried) * (accepted / tried - self._hope)
 
     def _time(self, tokens: int) -> float | None:
         return self._seconds.get(_size_class(tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -256,6 +257,65 @@ def test_what_a_draft_model_was_worth_to_others_counts(alike: bool) -> None:
     first, last = sum(tried[:4]), sum(tried[-4:])
     assert first >= 8
     assert last <= first / 4 if alike else last >= first / 2
+
+
+def alike(right: float, streams: int, steps: int, cost: float = 0.3) -> tuple[Speculation, list]:
+    """A run with a drafter that is alike to all; and of each step the drafts that it had."""
+    asked = [request(f"q{i}", 4 + i, max_tokens=3000, ignore_eos=True) for i in range(streams)]
+    known = plain(
+        [request(q.id, 4 + i, max_tokens=1800, ignore_eos=True) for i, q in enumerate(asked)],
+        max_model_len=4096,
+    )
+    oracle: Any = Oracle(dict(known.tokens), right)
+    oracle.alike = True
+    speculation = Speculation(oracle, 8)
+    r = rig(speculation=speculation)
+    keep_time(speculation, cost)
+    for q in asked:
+        r.engine.add(q)
+    made = []
+    for _ in range(steps):
+        before = speculation.drafts, speculation.drafted
+        r.step()
+        made.append((speculation.drafts - before[0], speculation.drafted - before[1]))
+    return speculation, made
+
+
+@pytest.mark.parametrize("streams", [1, 16])
+def test_a_draft_model_that_guesses_badly_costs_next_to_nothing(streams: int) -> None:
+    speculation, made = alike(0.02, streams, 1500)
+    assert 2 <= speculation.drafted <= 40
+    assert max(drafts for drafts, _ in made) == 1, "one sequence tries it for all"
+    tries = [i for i, (drafts, _) in enumerate(made) if drafts]
+    gaps = [b - a for a, b in itertools.pairwise(tries) if b - a > 50]
+    assert len(gaps) >= 3 and all(b > 1.7 * a for a, b in itertools.pairwise(gaps))
+
+
+def test_a_draft_model_that_guesses_well_is_soon_used_by_all() -> None:
+    speculation, made = alike(0.9, 4, 100, cost=0.1)
+    assert max(drafts for drafts, _ in made[-20:]) == 4
+    assert speculation.accepted / speculation.drafted > 0.6
+    alone, made = alike(0.95, 1, 100, cost=0.05)
+    assert max(tokens for _, tokens in made[-20:]) == 8, "drafts grow as long as that pays"
+    assert alone.accepted > 400
+
+
+def test_a_draft_model_that_was_given_up_is_taken_up_again_when_it_guesses_well() -> None:
+    asked = request("q", 4, max_tokens=3000, ignore_eos=True)
+    known = plain([request("q", 4, max_tokens=2900, ignore_eos=True)], max_model_len=4096)
+    oracle: Any = Oracle(dict(known.tokens), 0.0)
+    oracle.alike = True
+    speculation = Speculation(oracle, 8)
+    r = rig(speculation=speculation)
+    keep_time(speculation, 0.1)
+    r.engine.add(asked)
+    for _ in range(500):
+        r.step()
+    assert speculation.accepted == 0
+    oracle.right = 1.0
+    for _ in range(1000):
+        r.step()
+    assert speculation.accepted > 200
 
 
 # ------------------------------------------------------------------------------------------ n-grams
