@@ -14,11 +14,11 @@ constexpr int64_t kLeastRows = 12;   // of a thread: fewer would be bound by rea
 constexpr int64_t kMostRows = 256;   // of a group
 constexpr int kMostSteps = 4;        // of different KV groups
 
-// Rows [row, row + rows) of the step; of the first of its sequences `skipped` rows belong to the group
-// before, of the last one `beyond` to those after.
+// Rows [row, row + rows) of the step, of sequences from `first` on; `beyond` rows of the last one belong to
+// the groups after.
 struct Group {
   int64_t row, rows;
-  int first, sequences, skipped, beyond;
+  int first, sequences, beyond;
   double cost;
   uint64_t waits;
 };
@@ -51,7 +51,14 @@ struct Costs {
   }
 };
 
-// Fills `groups` with cuts of nearly equal cost, at sequences or at the blocks of one; how many there are.
+// Where a group may begin: a row, its sequence and its number in that, and what all rows before it cost.
+struct Cut {
+  int64_t row;
+  int sequence, number;
+  double cost;
+};
+
+// Fills `groups` with parts of nearly equal cost, cut at sequences or at the blocks of one; how many there are.
 // A block is written by one group, whatever is cut.
 int cut(const octavo_layer_step &step, const Costs &costs, int wanted, Group *groups) {
   const octavo_attention_step &a = *step.attention;
@@ -59,48 +66,28 @@ int cut(const octavo_layer_step &step, const Costs &costs, int wanted, Group *gr
   double total = 0;
   for (int s = 0; s < a.sequences; ++s)
     for (int i = 0, n = rows_of(s); i < n; ++i) total += costs(a.context_lens[s] - n + i, n);
+
   int found = 0;
-  groups[0] = {0, 0, 0, 0, 0, 0, 0, 0};
-  double sum = 0, before = 0;      // of all rows up to here; up to where the last cut could be
-  int64_t at = 0;                  // that row
-  int at_sequence = 0, at_row = 0; // its sequence, and its number in that
-  auto close = [&](double cost) {
-    Group &g = groups[found];
-    g.rows = at - g.row;
-    g.sequences = at_sequence - g.first + (at_row > 0);
-    g.beyond = at_row > 0 ? rows_of(at_sequence) - at_row : 0;
-    g.cost = cost;
-    ++found;
+  Cut begin = {}, last = {};  // of the group in hand; the last place where it could have ended
+  auto close = [&](const Cut &end) {
+    groups[found++] = {begin.row, end.row - begin.row, begin.sequence,
+                       end.sequence - begin.sequence + (end.number > 0),
+                       end.number > 0 ? rows_of(end.sequence) - end.number : 0, end.cost - begin.cost, 0};
+    begin = end;
   };
-  double closed = 0;
-  for (int s = 0; s < a.sequences; ++s) {
-    const int n = rows_of(s);
-    for (int i = 0; i < n; ++i) {
+  double cost = 0;
+  for (int s = 0; s < a.sequences; ++s)
+    for (int i = 0, n = rows_of(s); i < n; cost += costs(a.context_lens[s] - n + i, n), ++i) {
       const int64_t row = a.query_start[s] + i, slot = step.write->slots[row];
-      if (row > groups[found].row && (i == 0 || (slot >= 0 && slot % a.block_size == 0))) {
-        const double target = total * (found + 1) / wanted;
-        const bool nearer = before > closed && target - before < sum - target;
-        if (sum >= target && found + 1 < wanted) {
-          const int64_t this_row = row;
-          const int this_sequence = s, this_number = i;
-          const double this_sum = sum;
-          if (!nearer) at = row, at_sequence = s, at_row = i, before = sum;
-          close(before - closed);
-          closed = before;
-          groups[found] = {at, 0, at_sequence, 0, at_row, 0, 0, 0};
-          at = this_row, at_sequence = this_sequence, at_row = this_number, before = this_sum;
-        } else {
-          at = row, at_sequence = s, at_row = i, before = sum;
-        }
-      }
-      sum += costs(a.context_lens[s] - n + i, n);
+      if (row == begin.row || (i > 0 && (slot < 0 || slot % a.block_size))) continue;
+      const Cut here = {row, s, i, cost};
+      const double target = total * (found + 1) / wanted;
+      if (cost >= target && found + 1 < wanted)
+        close(last.row > begin.row && target - last.cost < cost - target ? last : here);
+      last = here;
     }
-  }
-  Group &last = groups[found];
-  last.rows = step.rows - last.row;
-  last.sequences = a.sequences - last.first;
-  last.cost = sum - closed;
-  return found + 1;
+  close({step.rows, a.sequences, 0, cost});
+  return found;
 }
 
 // Who writes which block in this step: an open-addressing table of twice the rows.
