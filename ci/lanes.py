@@ -130,7 +130,7 @@ LANES: tuple[Lane, ...] = (
                 r"(?m)^(?:x86_64|aarch64|ppc64le) .*?\s(\d+)\s",
             ),
         ),
-        minutes=5,
+        minutes=7,
         system=CROSS,
     ),
     Lane(
