@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from octavo.backends.cpu.ops import BoundStack
 
 AHEAD = 128 << 20
-"""Bytes behind the last block in use for which memory is asked ahead of time."""
+"""Bytes behind the last block in use for which memory is asked ahead of time, at most."""
+
+AHEAD_SHARE = 16
+"""And at most one of so many parts of the cache: a small one is not to take memory that it may never use."""
 
 _PIECE = 4 << 20  # asked for at once
 _WORTH = 16 << 20  # less is not worth a thread
@@ -53,11 +56,12 @@ class Region:
     def use(self, block: int) -> None:
         """No block behind `block` has been written yet: sees to memory for those that come next."""
         num_blocks, stride = self.data.shape
-        wanted = min(num_blocks * stride, (block + 1) * stride + AHEAD)
+        size = num_blocks * stride
+        wanted = min(size, (block + 1) * stride + min(AHEAD, size // AHEAD_SHARE))
         if not self._gives:
             return
         left = wanted - self._ready
-        if left <= 0 or (left < _WORTH and wanted < num_blocks * stride):
+        if left <= 0 or (left < _WORTH and wanted < size):
             return
         if self._thread is not None and self._thread.is_alive():
             return

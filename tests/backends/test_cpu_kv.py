@@ -88,7 +88,7 @@ def wait_for_threads() -> None:
 def test_memory_is_asked_for_ahead_of_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = asked(monkeypatch)
     block = 1 << 20
-    region = kv.Region(1024, block)
+    region = kv.Region(4096, block)
     stride, base = region.data.stride(0), region.data.data_ptr()
     wait_for_threads()
 
@@ -106,12 +106,20 @@ def test_memory_is_asked_for_ahead_of_the_last_block(monkeypatch: pytest.MonkeyP
     region.use(40)
     wait_for_threads()
     assert ready() == 41 * stride + kv.AHEAD
-    region.use(1023)
+    region.use(4095)
     wait_for_threads()
-    assert ready() == 1024 * stride, "all there is, and no more"
+    assert ready() == 4096 * stride, "all there is, and no more"
     region.use(0)
     wait_for_threads()
-    assert ready() == 1024 * stride
+    assert ready() == 4096 * stride
+
+
+def test_a_small_cache_holds_little_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = asked(monkeypatch)
+    region = kv.Region(400, 1 << 20)
+    wait_for_threads()
+    stride = region.data.stride(0)
+    assert sum(size for _, size in spans) == stride + 400 * stride // 16
 
 
 def test_a_system_that_cannot_be_asked_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
