@@ -198,14 +198,15 @@ def test_who_gets_no_draft(fields: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------- adaptive
 
 
-def keep_time(speculation: Speculation, cost: float) -> None:
-    """Gives it a clock by which every token beside the first of each sequence costs `cost` of a step."""
-    observe = speculation.observe
+class Timed(Speculation):
+    """Has a clock by which every token beside the first of each sequence costs `cost` of a step."""
 
-    def timed(plan: Any, seconds: float) -> None:
-        observe(plan, 1.0 + cost * (plan.num_tokens - len(plan.items)))
+    def __init__(self, drafter: Any, most: int, cost: float) -> None:
+        super().__init__(drafter, most)
+        self.cost = cost
 
-    speculation.observe = timed  # type: ignore[method-assign]  # a clock of its own
+    def observe(self, plan: Any, seconds: float) -> None:
+        super().observe(plan, 1.0 + self.cost * (plan.num_tokens - len(plan.items)))
 
 
 def adaptive(
@@ -217,9 +218,8 @@ def adaptive(
     known = plain(
         [request(q.id, 4, max_tokens=length, ignore_eos=True) for q in asked], max_model_len=4096
     )
-    speculation = Speculation(Oracle(dict(known.tokens), right), 8)
+    speculation = Timed(Oracle(dict(known.tokens), right), 8, cost)
     r = rig(speculation=speculation)
-    keep_time(speculation, cost)
     for q in asked:
         r.engine.add(q)
     for _ in range(steps):
@@ -244,9 +244,8 @@ def test_what_a_draft_model_was_worth_to_others_counts(alike: bool) -> None:
     known = plain([request(q.id, 4, max_tokens=60, ignore_eos=True) for q in asked])
     oracle: Any = Oracle(dict(known.tokens), 0.0)
     oracle.alike = alike
-    speculation = Speculation(oracle, 8)
+    speculation = Timed(oracle, 8, 0.1)
     r = rig(speculation=speculation)
-    keep_time(speculation, 0.1)
     tried = []
     for q in asked:
         before = speculation.drafts
@@ -268,9 +267,8 @@ def alike(right: float, streams: int, steps: int, cost: float = 0.3) -> tuple[Sp
     )
     oracle: Any = Oracle(dict(known.tokens), right)
     oracle.alike = True
-    speculation = Speculation(oracle, 8)
+    speculation = Timed(oracle, 8, cost)
     r = rig(speculation=speculation)
-    keep_time(speculation, cost)
     for q in asked:
         r.engine.add(q)
     made = []
@@ -305,9 +303,8 @@ def test_a_draft_model_that_was_given_up_is_taken_up_again_when_it_guesses_well(
     known = plain([request("q", 4, max_tokens=2900, ignore_eos=True)], max_model_len=4096)
     oracle: Any = Oracle(dict(known.tokens), 0.0)
     oracle.alike = True
-    speculation = Speculation(oracle, 8)
+    speculation = Timed(oracle, 8, 0.1)
     r = rig(speculation=speculation)
-    keep_time(speculation, 0.1)
     r.engine.add(asked)
     for _ in range(500):
         r.step()

@@ -193,7 +193,7 @@ int decoder_layers(const octavo_layer *const *layers, const octavo_layer_step *c
   const int found = cut(whole, costs, wanted, groups);
   double total = 0, most = 0;
   for (int i = 0; i < found; ++i) total += groups[i].cost, most = groups[i].cost > most ? groups[i].cost : most;
-  if (found < wanted || most * threads > 1.2 * total * threads / wanted) return in_order(stack);
+  if (found < wanted || most > 1.2 * total / wanted) return in_order(stack);
 
   const octavo_layer_step *kinds[kMostSteps];
   int kinds_n = 0;
