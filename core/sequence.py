@@ -123,7 +123,7 @@ class Sequence:
             or params.frequency_penalty
         )
         self.draft_state: Any = None  # the drafter's
-        self.draft_hope = -1.0  # how likely a drafted token is right; below 0: nobody has asked
+        self.draft_hope = -1.0  # how likely a drafted token is right; below 0: none was tried
 
     @property
     def key(self) -> tuple[int, int, int]:

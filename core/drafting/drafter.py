@@ -4,23 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from octavo.core.config import ConfigError, nearest
+from octavo.core.drafting.times import StepTimes
 from octavo.core.sequence import Sequence as Seq
 
 
 class Drafter(Protocol):
     """Guesses tokens. What it keeps of a sequence it puts into `sequence.draft_state`, which goes with
-    the sequence; a fork begins without one.
-
-    It may have an attribute `alike`: True where how often it is right is a matter of the drafter more than
-    of the text, so that a new sequence begins with what drafts were worth to others.
-    """
+    the sequence; a fork begins without one."""
 
     def propose(self, sequences: Sequence[Seq], counts: Sequence[int]) -> list[list[int]]:
         """At most `counts[i]` tokens that may follow `sequences[i].tokens[:num_tokens]`, for each i."""
         ...
+
+
+class AlikeDrafter(Drafter, Protocol):
+    """A drafter whose guesses are about as good for everybody, and take time of their own: a model.
+
+    Attributes:
+        alike: True: how often it is right is a matter of the drafter more than of the text, so that a new
+            sequence begins with what drafts were worth to others.
+        times: of its own steps, by number of sequences.
+        once_seconds: of the last `propose`: what was computed that is not again, as a prompt.
+    """
+
+    alike: bool
+    times: StepTimes
+    once_seconds: float
+
+    def missing(self, sequence: Seq) -> int:
+        """Tokens of the sequence that it has to compute before its first guess."""
+        ...
+
+    def close(self) -> None:
+        """Lets go what it holds."""
+        ...
+
+
+def as_alike(drafter: Drafter) -> AlikeDrafter | None:
+    """The drafter, if it says of itself that it is alike to all."""
+    return cast("AlikeDrafter", drafter) if getattr(drafter, "alike", False) else None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.core.blocks import BlockManager
+from octavo.core.drafting.times import StepTimes
 from octavo.core.lanes import Room
 from octavo.core.params import SamplingParams
 from octavo.core.runner import Runner
@@ -46,12 +47,16 @@ class ModelDrafter:
         blocks: of its KV cache. Where they are short, the shadows that were used least recently go.
         lane: what one of its steps may hold; mixed.
         max_len: the longest sequence it can follow, in tokens.
+        times: of its own steps.
     """
 
     alike = True
 
-    def __init__(self, runner: Runner, blocks: BlockManager, lane: Room, max_len: int) -> None:
+    def __init__(
+        self, runner: Runner, blocks: BlockManager, lane: Room, max_len: int, times: StepTimes
+    ) -> None:
         self.runner, self.blocks, self.lane, self.max_len = runner, blocks, lane, max_len
+        self.times = times
         self.once_seconds = 0.0  # of the last `propose`, for prompts: they are computed once
         self._shadows: OrderedDict[int, Seq] = OrderedDict()  # the least recently used first
         self._ended: deque[int] = deque()  # filled whenever Python lets a sequence go
@@ -63,6 +68,13 @@ class ModelDrafter:
         """Sequences that have something in the KV cache."""
         self._sweep()
         return len(self._shadows)
+
+    def missing(self, sequence: Seq) -> int:
+        """Tokens of the sequence that it has to compute before its first guess; none while it keeps up."""
+        state = sequence.draft_state
+        shadow = self._shadows.get(state.key) if state is not None else None
+        lacking = sequence.num_tokens - (shadow.num_computed if shadow is not None else 0)
+        return lacking if lacking > 2 else 0
 
     def propose(self, sequences: Sequence[Seq], counts: Sequence[int]) -> list[list[int]]:
         """At most `counts[i]` tokens for each sequence; none for one that finds no room."""

@@ -1,14 +1,14 @@
 """When to draft, and how much: drafts fill what a step of decoding sequences leaves, where that pays.
 
 A step over n sequences takes t(n); with K tokens of drafts t(n + K), and brings as many tokens more as are
-accepted. Both are measured while the engine runs: the time of a step by its number of tokens, and of each
+accepted. What steps take is timed at start-up and learned from while the engine runs (times.py), and of each
 sequence how often a drafted token was the right one. Drafts are as long as the tokens for each second are
 most; where no draft pays none is made, and now and then one is tried all the same.
 
 A drafter that is *alike* to all, a model, is about as often right whatever the text, and each of its tokens takes
-a share of a step. So one sequence tries it for all, with short drafts, and where they do not pay it is tried again
-ever more rarely: a model that guesses badly costs next to nothing. A first draft for a sequence has the model
-compute all its tokens, so what a step with drafts would take is estimated before it is tried.
+time of its own, the first one of a sequence that of computing all its tokens. So it drafts where the answers that
+are still to come win that back. One sequence tries it for all, with short drafts, and if it guesses badly it is
+tried again ever more rarely: such a model costs next to nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 
 from octavo.core.blocks import BlockManager
-from octavo.core.drafting.drafter import Drafter
+from octavo.core.drafting.drafter import Drafter, as_alike
+from octavo.core.drafting.times import StepTimes
 from octavo.core.sequence import Sequence
 from octavo.core.types import ScheduledTokens, StepPlan
 
@@ -30,7 +31,7 @@ _TRIALS = 4  # tokens of such a drafter that one sequence tries before all other
 _FORGET = 0.01  # share of the way back to what it began with for each step without a draft
 _GAIN = 1.03  # below it is noise
 _SHORT = 2  # tokens of its drafts meanwhile
-_FLAT = 8  # tokens up to which a step takes about as long as for one: reading the weights binds
+_TO_COME = 256  # tokens that an answer has left at most, as far as it is planned for
 _PROBE = 100  # steps in which drafts did not pay, until one is tried
 _MOST_PATIENCE = 3200  # the same, when many such trials of a drafter alike to all were in vain
 
@@ -42,30 +43,26 @@ class Speculation:
     Args:
         drafter: makes the drafts.
         most: tokens of a draft, at most.
-        adaptive: False: always drafts as much as there is room for.
+        times: what steps take; None: always drafts as much as there is room for.
     """
 
-    def __init__(self, drafter: Drafter, most: int, adaptive: bool = True) -> None:
-        self.drafter, self.most, self.adaptive = drafter, most, adaptive
+    def __init__(self, drafter: Drafter, most: int, times: StepTimes | None = None) -> None:
+        self.drafter, self.most, self.times = drafter, most, times
         self.enabled = True
         self.drafted = self.accepted = self.drafts = 0  # tokens and drafts, since the start
         # What a sequence begins with, and comes back to while it has no drafts. Copied text is here or there;
         # a model guesses about as well for everybody, so what it was worth to others counts.
         self._hope = _HOPE
-        self._alike: bool = getattr(drafter, "alike", False)
-        self._seconds: dict[int, float] = {}  # of a step, by size class of its number of tokens
+        self._alike = as_alike(drafter)
+        self._tried = 0  # tokens, of such a drafter
         self._refused = 0
         self._patience = _PROBE
-        # Of a drafter alike to all: tokens tried, and what one takes, as share of a step without drafts.
-        self._tried = 0
-        self._token_share: float | None = None
         self._drafting = 0.0  # seconds that the drafts of the step in hand took
 
     def close(self) -> None:
         """Lets go what the drafter holds."""
-        close = getattr(self.drafter, "close", None)
-        if close is not None:
-            close()
+        if self._alike is not None:
+            self._alike.close()
 
     # ------------------------------------------------------------------------------------ before
 
@@ -88,19 +85,15 @@ class Speculation:
         limit = min(self.most, tokens, rows)
         if not able or limit < 1:
             return
-        for i in able:
-            if items[i].sequence.draft_hope < 0:
-                items[i].sequence.draft_hope = self._hope
-        due = self._refused + 1 >= self._patience and self._hope < _HOPE
-        if self.adaptive and self._alike and (self._tried < _TRIALS or due):
-            able = [self._who_tries(items, able)]
-            limit = min(limit, _SHORT)
-        cap = self._cap([items[i].sequence for i in able], len(items), limit)
+        cap, one = self._choose([items[i].sequence for i in able], len(items), limit)
         if cap < 1:
             for i in able:
                 sequence = items[i].sequence
-                sequence.draft_hope += _FORGET * (self._hope - sequence.draft_hope)
+                if sequence.draft_hope >= 0:
+                    sequence.draft_hope += _FORGET * (self._hope - sequence.draft_hope)
             return
+        if one:
+            able = [min(able, key=lambda i: self._to_compute(items[i].sequence))]
         room = min(tokens, rows)
         counts = []
         for i in able:
@@ -108,10 +101,8 @@ class Speculation:
             counts.append(max(0, min(cap, sequence.max_len - sequence.num_tokens - 1)))
         begun = time.perf_counter()
         drafts = self.drafter.propose([items[i].sequence for i in able], counts)
-        # What is done once for a prompt says nothing of the next draft's time.
-        once: float = getattr(self.drafter, "once_seconds", 0.0)
-        self._drafting = max(0.0, time.perf_counter() - begun - once)
-        self._learn_share(len(items), max(map(len, drafts)))
+        self._drafting = time.perf_counter() - begun
+        self._learn_drafting(drafts)
         for i, count, draft in zip(able, counts, drafts, strict=True):
             draft = draft[: min(count, room)]
             sequence = items[i].sequence
@@ -137,74 +128,78 @@ class Speculation:
             sequence.writable = sequence.num_blocks * size
         return min(count, sequence.num_blocks * size - sequence.num_tokens)
 
-    def _cap(self, able: list[Sequence], plain: int, limit: int) -> int:
-        """The longest draft each sequence is to have; 0: none."""
-        if not self.adaptive:
-            return limit
-        base = self._time(plain)
-        if base is None:
-            return 0  # what a step costs without drafts has to be known first
-        cap, tries = self._pays(able, plain, base, limit)
-        if tries:
-            return cap
-        self._refused = 0 if cap else self._refused + 1
+    def _choose(self, able: list[Sequence], plain: int, limit: int) -> tuple[int, bool]:
+        """The longest draft each sequence is to have, 0 for none; and whether only one is to have it, to see
+        what it is worth."""
+        if self.times is None:
+            return limit, False
+        unknown = self._alike is not None and self._tried < _TRIALS
+        cap = self._best(self.times, able, plain, limit)
         if cap:
-            self._patience = _PROBE
+            self._refused, self._patience = 0, _PROBE
+            return (min(cap, _SHORT), True) if unknown else (cap, False)
+        self._refused += 1
         if self._refused < self._patience:
-            return cap
+            return 0, False
         self._refused = 0
-        if not self._alike:
-            return max(1, limit // 2)
+        if self._alike is None:
+            return max(1, limit // 2), False
+        if not self._best(self.times, able, plain, limit, _HOPE):
+            return 0, False  # as good as it could be, there is too much to do
         self._patience = min(2 * self._patience, _MOST_PATIENCE)
-        return 1
+        return min(limit, _SHORT), True
 
-    def _pays(self, able: list[Sequence], plain: int, base: float, limit: int) -> tuple[int, bool]:
-        """The length that brings most, 0 for none, and whether that is yet to be seen."""
-        best, cap = plain / base * _GAIN, 0
+    def _best(
+        self, times: StepTimes, able: list[Sequence], plain: int, limit: int, hope: float = 0.0
+    ) -> int:
+        """The length that brings most, 0 for none. hope: what guesses are worth at least."""
+        base = times.of(plain)
+        hopes = [max(hope, self._hope_of(sequence)) for sequence in able]
+        to_come = sum([min(s.max_len - s.num_tokens, _TO_COME) for s in able]) / len(able)
+        each = once = 0.0
+        if self._alike is not None:
+            own = self._alike.times
+            each = own.of(len(able))
+            if missing := sum([self._to_compute(sequence) for sequence in able]):
+                once = own.of(missing) / max(1.0, to_come)
+        least, best = base / _GAIN, 0  # seconds for a token of each
         length = limit
         while length:
-            size = plain + length * len(able)
-            brought = plain + sum(_expected(s.draft_hope, length) for s in able)
-            cost = self._time(size)
-            if cost is None:
-                likely = max(size, _FLAT) / max(plain, _FLAT) + length * (self._token_share or 0.0)
-                if not self._alike or brought / (base * likely) > best:
-                    return length, True  # never tried
-            elif brought / cost > best:
-                best, cap = brought / cost, length
+            brought = plain + sum([_expected(own, length) for own in hopes])
+            cost = times.of(plain + length * len(able)) + length * each
+            seconds = cost * plain / brought + once
+            if seconds < least:
+                least, best = seconds, length
             length //= 2
-        return cap, False
+        return best
 
-    @staticmethod
-    def _who_tries(items: list[ScheduledTokens], able: list[int]) -> int:
-        """One that the drafter knows, or else the shortest: its tokens have to be computed first."""
-        return min(
-            able,
-            key=lambda i: (items[i].sequence.draft_state is None, items[i].sequence.num_tokens),
-        )
+    def _hope_of(self, sequence: Sequence) -> float:
+        """How likely a token drafted for it is right; what it was for others until it has had drafts."""
+        return sequence.draft_hope if sequence.draft_hope >= 0 else self._hope
 
-    def _learn_share(self, plain: int, length: int) -> None:
-        base = self._time(plain)
-        if not self._alike or not length or base is None:
+    def _to_compute(self, sequence: Sequence) -> int:
+        return self._alike.missing(sequence) if self._alike is not None else 0
+
+    def _learn_drafting(self, drafts: list[list[int]]) -> None:
+        """What is computed once, for a prompt, says nothing of the next draft's time."""
+        if self._alike is None:
             return
-        share = self._drafting / length / base
-        before = self._token_share
-        self._token_share = share if before is None else before + _SHARE * (share - before)
+        self._drafting = max(0.0, self._drafting - self._alike.once_seconds)
+        length = max(map(len, drafts))
+        if length and not self._alike.once_seconds:
+            self._alike.times.observe(len(drafts), self._drafting / length)
 
     # ------------------------------------------------------------------------------------- after
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns what a step took, with its drafts, if sequences only decoded in it."""
-        if not plan.items or any(i.count - i.drafts != 1 or i.samples < 1 for i in plan.items):
+        """Learns what a step took, if sequences only decoded in it."""
+        if self.times is None or not plan.items:
             return
-        if any(i.drafts for i in plan.items):
+        if any(i.count - i.drafts != 1 or i.samples < 1 for i in plan.items):
+            return
+        if self._alike is None and any(i.drafts for i in plan.items):
             seconds += self._drafting
-        size = _size_class(plan.num_tokens)
-        before = self._seconds.get(size)
-        if before is None:
-            self._seconds[size] = seconds
-        else:  # a neighbour's noise only ever lengthens a step: it counts at most double
-            self._seconds[size] = before + _SHARE * (min(seconds, 2 * before) - before)
+        self.times.observe(plan.num_tokens, seconds)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Learns what became of a draft."""
@@ -213,14 +208,12 @@ class Speculation:
         sequence.timings.num_accepted_tokens += accepted
         tried = min(drafted, accepted + 1)
         weight = 1 - (1 - _SHARE) ** tried
-        sequence.draft_hope += weight * (accepted / tried - sequence.draft_hope)
-        if self._alike:
+        hope = self._hope_of(sequence)
+        sequence.draft_hope = hope + weight * (accepted / tried - hope)
+        if self._alike is not None:
             self._tried += tried
             share = max(_SHARE_OF_ALL, 1 / (_PRIOR + self._tried))
             self._hope += (1 - (1 - share) ** tried) * (accepted / tried - self._hope)
-
-    def _time(self, tokens: int) -> float | None:
-        return self._seconds.get(_size_class(tokens))
 
 
 def _expected(hope: float, length: int) -> float:
@@ -228,11 +221,3 @@ def _expected(hope: float, length: int) -> float:
     if hope > 0.999:
         return float(length)
     return hope * (1 - hope**length) / (1 - hope)
-
-
-def _size_class(tokens: int) -> int:
-    """Each number up to 16 by itself, then steps of an eighth."""
-    if tokens <= 16:
-        return tokens
-    shift = tokens.bit_length() - 4
-    return tokens >> shift << shift

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from octavo.core.blocks import BlockManager
 from octavo.core.config import ConfigError, EngineConfig
-from octavo.core.contract import Ops, PackedWeight
+from octavo.core.contract import ExecutionPlan, Ops, PackedWeight
 from octavo.core.drafting.drafter import BY_MODEL, Drafter, SpeculativeConfig, make_drafter
 from octavo.core.drafting.speculation import Speculation
+from octavo.core.drafting.times import StepTimes, time_steps
 from octavo.core.entry import design
 from octavo.core.entry.vocabulary import vocabulary_of
 from octavo.core.entry.wiring import resolve_model
-from octavo.core.lanes import LaneSet
+from octavo.core.lanes import LaneSet, Room
 from octavo.core.loading.files import ModelFiles
 from octavo.core.loading.packing import load_weights
 from octavo.core.loading.progress import Progress
@@ -23,6 +24,7 @@ from octavo.plugins.manager import plugins
 
 if TYPE_CHECKING:
     from octavo.core.drafting.model import ModelDrafter
+    from octavo.core.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,27 @@ def make_speculation(
         drafter = _first_layers(config, asked, target, phases)
     elif asked.method == "draft_model":
         drafter = _second_model(config, asked, target, phases, progress)
-    return Speculation(drafter, asked.num_speculative_tokens, asked.adaptive)
+    times = StepTimes() if asked.adaptive else None
+    return Speculation(drafter, asked.num_speculative_tokens, times)
+
+
+def time_target(
+    speculation: Speculation | None, runner: Runner, target: Target, phases: design.Phases
+) -> None:
+    """Times the steps of the model that is drafted for, which decide about drafts. It has no requests yet."""
+    if speculation is not None and speculation.times is not None:
+        with phases("time steps"):
+            plan = target.made.plan
+            lane = _mixed_lane(plan)
+            blocks, size = target.num_blocks, plan.block_size
+            curve = time_steps(runner, blocks, size, lane, target.max_len)
+            speculation.times.curve = curve
+
+
+def _mixed_lane(plan: ExecutionPlan) -> Room:
+    lane = LaneSet(plan.lanes, plan.max_logits_rows).modes[0].prompt
+    assert lane is not None
+    return lane
 
 
 def _first_layers(
@@ -85,7 +107,7 @@ def _first_layers(
         )
     phases.notes.append(f"drafts: by the model's first {layers} of {most} layers")
     cut = replace(made, model_config=own, shape=shape)
-    return _drafter(config, cut, target.files, target.weights, target)
+    return _drafter(config, cut, target.files, target.weights, target, asked.adaptive)
 
 
 def _second_model(
@@ -124,7 +146,7 @@ def _second_model(
     phases.notes.append(f"drafts: by {files.name}{kind}, {made.shape.num_parameters:,} parameters")
     taken = design.weight_bytes(placed, target.ops, made.dtype)
     target = replace(target, free=max(0, target.free - taken))
-    return _drafter(other, made, files, weights, target)
+    return _drafter(other, made, files, weights, target, asked.adaptive)
 
 
 def _same_vocabulary(files: ModelFiles, made: design.Design, target: Target) -> None:
@@ -157,6 +179,7 @@ def _drafter(
     files: ModelFiles,
     weights: Mapping[str, PackedWeight],
     target: Target,
+    adaptive: bool,
 ) -> ModelDrafter:
     """A runner over a KV cache for as many tokens as the target's has room for, if memory allows."""
     from octavo.core.drafting.model import ModelDrafter
@@ -189,7 +212,7 @@ def _drafter(
         vocabulary_of(files, made.shape.vocab_size),
         len(made.shape.kv),
     )
-    lane = LaneSet(plan.lanes, plan.max_logits_rows).modes[0].prompt
-    assert lane is not None
+    lane = _mixed_lane(plan)
     manager = BlockManager(blocks, plan.block_size, False, backend.pins_frees, ops.drain)
-    return ModelDrafter(runner, manager, lane, max_len)
+    curve = time_steps(runner, blocks, plan.block_size, lane, max_len) if adaptive else ()
+    return ModelDrafter(runner, manager, lane, max_len, StepTimes(curve))

@@ -123,13 +123,14 @@ def build_engine(
         max_len = context_length(config, limits, plan, num_blocks, phases)
         alloc_kv = partial(ops.alloc_kv, shape.kv, num_blocks, plan.block_size)
         kv = alloc_kv()
-    from octavo.core.entry.drafting import Target, make_speculation  # which needs this module
+
+    from octavo.core.entry import drafting  # which needs this module
 
     left = max(0, free - num_blocks * block_bytes)
     host, kv = make_host_memory(config, made, ops, kv, num_blocks, left)
     left -= host.taken if host is not None else 0
-    target = Target(made, files, ops, weights, num_blocks, max_len, left)
-    speculation = make_speculation(config, target, phases, progress)
+    target = drafting.Target(made, files, ops, weights, num_blocks, max_len, left)
+    speculation = drafting.make_speculation(config, target, phases, progress)
     scheduler = make_scheduler(config, made, ops, num_blocks, max_len, phases, speculation, host)
     grammars = grammars_of(files, shape.vocab_size, made.eos_token_ids)
     from octavo.core.runner import Runner
@@ -153,6 +154,7 @@ def build_engine(
         if made.model_class.generates and backend.capabilities(device).shapes != "dynamic":
             count = runner.warm_up(progress)
             phases.notes.append(f"{count} shapes of steps were run once")
+    drafting.time_target(speculation, runner, target, phases)
     info = ModelInfo(
         name=files.name,
         architecture=made.model_class.__name__,

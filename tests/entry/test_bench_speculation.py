@@ -32,6 +32,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]
     for point in found["points"]:
         assert point["same"] and point["drafted"] >= point["accepted"] and point["plain"] > 0
+        assert point["speedup"] == pytest.approx(point["drafting"] / point["plain"])  # of one round
+        assert point["apart"] >= 0
         assert point["length"] == pytest.approx(1 + point["accepted"] / point["drafts"])
     assert sum(point["accepted"] for point in found["points"]) > 0
     assert found["config"]["speculative_config"]["adaptive"] is False
@@ -44,7 +46,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_where_drafts_no_longer_pay() -> None:
     def points(*speedups: float) -> list[Point]:
-        return [Point("quote", 2**i, 100, 100 * s, 1, 1, 1, True) for i, s in enumerate(speedups)]
+        return [
+            Point("quote", 2**i, 100, 100 * s, s, 0, 1, 1, 1, True) for i, s in enumerate(speedups)
+        ]
 
     assert crossover(points(2, 1.5, 1.0, 0.99), "quote") == 4
     assert crossover(points(2, 1.0, 1.2, 1.0), "quote") == 8

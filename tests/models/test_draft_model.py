@@ -130,6 +130,23 @@ def test_the_same_model_in_smaller_weights(models: dict[str, Path]) -> None:
         drafting(models, {"method": "draft_model", "quantization": "int7"})
 
 
+def test_steps_are_timed_before_the_first_request(
+    models: dict[str, Path], plain: dict[tuple[str, int], list[int]]
+) -> None:
+    made = drafting(models, SAME | {"adaptive": True}, num_kv_blocks=5, max_num_batched_tokens=64)
+    speculation = made.scheduler.speculation
+    assert speculation is not None and speculation.times is not None
+    own, others = speculation.times.curve, drafter_of(made).times.curve
+    assert [size for size, _ in own] == [1, 2, 4, 8, 16, 32, 64]  # what 4 blocks of 16 hold
+    assert [size for size, _ in others] == [1, 2, 4, 8, 16, 32, 64]
+    assert all(seconds > 0 for _, seconds in own + others)
+    assert "time steps" in made.info.phases
+    check_drafter(made)
+    made = drafting(models, SAME | {"adaptive": True})
+    assert by_sample(run(made, *requests())) == plain
+    assert "time steps" not in drafting(models, SAME).info.phases
+
+
 def test_a_short_pool_forgets(
     models: dict[str, Path], plain: dict[tuple[str, int], list[int]]
 ) -> None:

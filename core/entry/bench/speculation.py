@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +43,21 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One task at one load. plain, drafting: output tokens a second, medians. drafted, accepted: tokens, of
-    all repeats, in `drafts` drafts. same: whether all answers were the same with and without."""
+    """One task at one load. Each round runs it without drafts, with them, and without again. speedup: median of
+    the rounds' ratios of seconds, mean of both without to the one with. apart: how much both without differ, at
+    most. plain, drafting: output tokens a second, medians. drafted, accepted: tokens, of all rounds, in `drafts`
+    drafts. same: whether all answers were the same with and without."""
 
     task: str
     streams: int
     plain: float
     drafting: float
+    speedup: float
+    apart: float
     drafts: int
     drafted: int
     accepted: int
     same: bool
-
-    @property
-    def speedup(self) -> float:
-        """Tokens a second with drafts over those without."""
-        return self.drafting / self.plain
 
     @property
     def length(self) -> float:
@@ -74,40 +74,48 @@ def measure(
 ) -> list[Point]:
     """Every task at every load; greedy, whatever EOS says. Requests of one load differ in their first
     words, and are in the prefix cache after the first round, which is not counted."""
-    speculation = llm._engine.scheduler.speculation
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     found = []
     for task, prompt in TASKS.items():
         for count in streams:
             progress(f"{task}, {count} at once")
             prompts = [f"{i + 1}. {prompt}" for i in range(count)]
-            speeds: dict[bool, list[float]] = {False: [], True: []}
-            answers: dict[bool, list[Any]] = {}
+            rounds = []
             for repeat in range(1 + repeats):
                 if repeat == 1:
                     before = llm._engine.stats()
-                for on in (False, True):
-                    speculation.enabled = on
-                    begun = time.perf_counter()
-                    outputs = llm.generate(prompts, params, use_tqdm=False)
-                    seconds = time.perf_counter() - begun
-                    answers[on] = [list(output.outputs[0].token_ids) for output in outputs]
-                    if repeat:
-                        speeds[on].append(count * output_len / seconds)
+                rounds.append([_run(llm, prompts, params, on) for on in (False, True, False)])
             after = llm._engine.stats()
+            times = [[seconds for seconds, _ in each] for each in rounds[1:]]
+            plain = [(first + again) / 2 for first, _, again in times]
+            drafting = [seconds for _, seconds, _ in times]
+            answers = [answer for each in rounds for _, answer in each]
             found.append(
                 Point(
                     task,
                     count,
-                    statistics.median(speeds[False]),
-                    statistics.median(speeds[True]),
+                    count * output_len / statistics.median(plain),
+                    count * output_len / statistics.median(drafting),
+                    statistics.median(map(truediv, plain, drafting)),
+                    max(max(a, b) / min(a, b) for a, _, b in times) - 1,
                     after.drafts - before.drafts,
                     after.drafted_tokens - before.drafted_tokens,
                     after.accepted_tokens - before.accepted_tokens,
-                    answers[False] == answers[True],
+                    all(answer == answers[0] for answer in answers),
                 )
             )
     return found
+
+
+def _run(
+    llm: LLM, prompts: list[str], params: SamplingParams, drafts: bool
+) -> tuple[float, list[list[int]]]:
+    """Seconds, and the answers."""
+    llm._engine.scheduler.speculation.enabled = drafts
+    begun = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def crossover(points: Sequence[Point], task: str) -> int | None:
@@ -121,20 +129,21 @@ def crossover(points: Sequence[Point], task: str) -> int | None:
 def record(points: Sequence[Point]) -> dict[str, Any]:
     """What was measured, for JSON."""
     return {
-        "points": [asdict(p) | {"speedup": p.speedup, "length": p.length} for p in points],
+        "points": [asdict(p) | {"length": p.length} for p in points],
         "crossover": {task: crossover(points, task) for task in TASKS},
     }
 
 
 def table(points: Sequence[Point], as_markdown: bool = False) -> str:
     """A row for each task and load."""
-    rows = [("task", "streams", "plain tok/s", "drafts tok/s", "times", "tokens a draft", "accepted", "same")]  # fmt: skip
+    rows = [("task", "streams", "plain tok/s", "drafts tok/s", "times", "plain apart", "tokens a draft", "accepted", "same")]  # fmt: skip
     for p in points:
         share = f"{100 * p.accepted / p.drafted:.0f} %" if p.drafted else "–"
         cells = (
             f"{p.plain:.1f}",
             f"{p.drafting:.1f}",
             f"{p.speedup:.2f}",
+            f"{100 * p.apart:.0f} %",
             f"{p.length:.2f}",
             share,
         )

@@ -23,8 +23,8 @@ def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "speculation",
         help="what drafts bring: acceptance, speed-up by load, where it ends",
-        description="Runs copying tasks and free text with drafts and without, turn by turn in one engine, "
-        'with --speculative-config or else {"method": "ngram"}.',
+        description="Runs copying tasks and free text without drafts, with them and without again, turn by turn in one "
+        'engine, with --speculative-config or else {"method": "ngram"}.',
         allow_abbrev=False,
     )
     bench = parser.add_argument_group("benchmark")
