@@ -120,7 +120,7 @@ def table(found: Scaling, *, as_markdown: bool = False) -> str:
                 f"{gain:.1f}",
             )
         )
-    parts = [f"{found.info.name} ({found.info.device}, {found.info.dtype})", render(rows)]
+    parts = [f"{found.info.name} ({found.info.device}, {found.info.numbers})", render(rows)]
     if found.by_context:
         fit = line(found.by_context)
         rows = [("context, one sequence", "step ms", "off", "attention ms")]
@@ -170,7 +170,7 @@ def record(found: Scaling) -> dict[str, Any]:
 def plot(folder: Path, found: Scaling) -> list[Path]:
     """Tokens a second by sequences, and the step's time by context."""
     written: list[Path] = []
-    title = f"{found.info.name} ({found.info.device}, {found.info.dtype})"
+    title = f"{found.info.name} ({found.info.device}, {found.info.numbers})"
     with plots.figure(folder, "scaling", title, panels=2, written=written) as (left, right):
         wide, deep = found.by_sequences, found.by_context
         left.plot([p.sequences for p in wide], [p.per_second for p in wide], "o-")
