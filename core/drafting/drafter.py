@@ -13,7 +13,11 @@ from octavo.core.sequence import Sequence as Seq
 
 class Drafter(Protocol):
     """Guesses tokens. What it keeps of a sequence it puts into `sequence.draft_state`, which goes with
-    the sequence; a fork begins without one."""
+    the sequence; a fork begins without one.
+
+    It may have an attribute `alike`: True where how often it is right is a matter of the drafter more than
+    of the text, so that a new sequence begins with what drafts were worth to others.
+    """
 
     def propose(self, sequences: Sequence[Seq], counts: Sequence[int]) -> list[list[int]]:
         """At most `counts[i]` tokens that may follow `sequences[i].tokens[:num_tokens]`, for each i."""
@@ -21,16 +25,13 @@ class Drafter(Protocol):
 
 
 class AlikeDrafter(Drafter, Protocol):
-    """A drafter whose guesses are about as good for everybody, and take time of their own: a model.
+    """A drafter that is `alike`, and says what it takes: a model.
 
     Attributes:
-        alike: True: how often it is right is a matter of the drafter more than of the text, so that a new
-            sequence begins with what drafts were worth to others.
         times: of its own steps, by number of sequences.
         once_seconds: of the last `propose`: what was computed that is not again, as a prompt.
     """
 
-    alike: bool
     times: StepTimes
     once_seconds: float
 
@@ -43,9 +44,25 @@ class AlikeDrafter(Drafter, Protocol):
         ...
 
 
+class _Learned:
+    """A drafter that says no more than that it is alike: what its guesses take is learned."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.propose = drafter.propose
+        self.times, self.once_seconds = StepTimes(), 0.0
+
+    def missing(self, sequence: Seq) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
 def as_alike(drafter: Drafter) -> AlikeDrafter | None:
     """The drafter, if it says of itself that it is alike to all."""
-    return cast("AlikeDrafter", drafter) if getattr(drafter, "alike", False) else None
+    if not getattr(drafter, "alike", False):
+        return None
+    return cast("AlikeDrafter", drafter) if hasattr(drafter, "times") else _Learned(drafter)
 
 
 @dataclass(frozen=True)

@@ -158,14 +158,14 @@ class Speculation:
         to_come = sum([min(s.max_len - s.num_tokens, _TO_COME) for s in able]) / len(able)
         each = once = 0.0
         if self._alike is not None:
-            own = self._alike.times
-            each = own.of(len(able))
+            drafting = self._alike.times
+            each = drafting.of(len(able))
             if missing := sum([self._to_compute(sequence) for sequence in able]):
-                once = own.of(missing) / max(1.0, to_come)
+                once = drafting.of(missing) / max(1.0, to_come)
         least, best = base / _GAIN, 0  # seconds for a token of each
         length = limit
         while length:
-            brought = plain + sum([_expected(own, length) for own in hopes])
+            brought = plain + sum([_expected(likely, length) for likely in hopes])
             cost = times.of(plain + length * len(able)) + length * each
             seconds = cost * plain / brought + once
             if seconds < least:

@@ -233,6 +233,12 @@ class Model(Oracle):
         self.computed.clear()
 
 
+class Terse(Oracle):
+    """Says no more than that it is alike."""
+
+    alike = True
+
+
 class Untimed(StepTimes):
     """What was said beforehand, and not what this machine takes for an oracle."""
 
@@ -268,13 +274,12 @@ def test_it_drafts_as_long_as_that_pays() -> None:
     assert many.drafted < 16 * 60
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_what_a_draft_model_was_worth_to_others_counts(alike: bool) -> None:
+@pytest.mark.parametrize("kind", [Oracle, Model, Terse])
+def test_what_a_draft_model_was_worth_to_others_counts(kind: type[Oracle]) -> None:
     """A drafter that is never right: each sequence tries for itself, or the next ones hardly any more."""
     asked = [request(f"q{i}", 4, max_tokens=40, ignore_eos=True) for i in range(24)]
     known = plain([request(q.id, 4, max_tokens=60, ignore_eos=True) for q in asked])
-    oracle = (Model if alike else Oracle)(dict(known.tokens), 0.0)
-    speculation = Timed(oracle, 8, 0.1, 1)
+    speculation = Timed(kind(dict(known.tokens), 0.0), 8, 0.1, 1)
     r = rig(speculation=speculation)
     tried = []
     for q in asked:
@@ -284,6 +289,7 @@ def test_what_a_draft_model_was_worth_to_others_counts(alike: bool) -> None:
         tried.append(speculation.drafts - before)
     assert len(r.tokens) == len(asked)
     first, last = sum(tried[:4]), sum(tried[-4:])
+    alike = kind is not Oracle
     assert last <= first / 4 if alike else last >= first / 2
     assert first >= (2 if alike else 8)
 
