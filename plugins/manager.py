@@ -26,6 +26,8 @@ GROUP = "octavo"
 FIRST_MAJOR = 1
 """Of the contract. An engine takes backends of its own major version and of the one before."""
 
+HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("octavo_"))
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -104,12 +106,14 @@ class Plugins:
         try:
             module = point.load()
             self._manager.register(module, name=where)
-            hooks = {h.name: h for h in self._manager.get_hookcallers(module) or ()}
-            if not hooks:
+            called = {h.name: h for h in self._manager.get_hookcallers(module) or ()}
+            if not called:
                 raise ConfigError(
                     "it implements no hook of Octavo's (see octavo.plugins.hookspecs)"
                 )
-            self._warn_of_near_misses(module, hooks, where)
+            self._report_unknown(module, called, where)
+            hooks = {name: hook for name, hook in called.items() if hook.has_spec()}
+            self._warn_of_near_misses(module, called, where)
             for text in deprecation.used_hooks(hooks, self._deprecated):
                 self.warnings.append(f"plug-in {where}: {text}")
             backends = list(module.octavo_backends()) if "octavo_backends" in hooks else []
@@ -130,15 +134,25 @@ class Plugins:
             except Exception as error:
                 self.problems.append(Problem(where, f"{type(error).__name__}: {error}"))
 
+    def _report_unknown(
+        self, module: Any, called: Mapping[str, pluggy.HookCaller], where: str
+    ) -> None:
+        """Functions marked @hookimpl that nobody will ever call; those marked optional may be."""
+        for name, hook in called.items():
+            if hook.has_spec():
+                continue
+            optional = [i.optionalhook for i in hook.get_hookimpls() if i.plugin is module]
+            if not all(optional):  # what else the plug-in brings may be fine
+                self.problems.append(Problem(where, f"{name} is no hook{nearest(name, HOOKS)}"))
+
     def _warn_of_near_misses(self, module: Any, hooks: Mapping[str, Any], where: str) -> None:
-        known = [n for n in dir(hookspecs) if n.startswith("octavo_")]
         for name, value in vars(module).items():
             if not name.startswith("octavo_") or name in hooks or not callable(value):
                 continue
-            if name in known:
+            if name in HOOKS:
                 self.warnings.append(f"plug-in {where}: {name} is not marked @hookimpl")
             else:
-                self.warnings.append(f"plug-in {where}: {name} is no hook{nearest(name, known)}")
+                self.warnings.append(f"plug-in {where}: {name} is no hook{nearest(name, HOOKS)}")
 
     def _accept(self, backend: Backend, point: metadata.EntryPoint) -> None:
         if not isinstance(backend, Backend):

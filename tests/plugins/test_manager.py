@@ -173,6 +173,28 @@ def test_misspelt_and_unmarked_hooks_are_named(point: Callable[..., metadata.Ent
     assert words(found) == ["a"]
 
 
+def test_a_marked_function_that_is_no_hook_is_reported_like_a_broken_plugin(
+    point: Callable[..., metadata.EntryPoint],
+) -> None:
+    wrong = {"octavo_backend": hookimpl(lambda: [Toy("toy")])}
+    found = Plugins([point("toy", **wrong), point("both", Toy("b"), **wrong), point("c", Toy("c"))])
+    assert words(found) == ["b", "c"] and not found.warnings
+    assert [p.plugin.partition(" ")[0] for p in found.problems] == ["both", "toy"]
+    told = "octavo_backend is no hook (did you mean 'octavo_backends'?)"
+    assert {p.reason for p in found.problems} == {told}
+    with pytest.raises(ConfigError) as caught:
+        found.resolve("toy")
+    assert told in str(caught.value)
+
+
+def test_a_hook_of_a_newer_release_may_be_marked_optional(
+    point: Callable[..., metadata.EntryPoint],
+) -> None:
+    newer = {"octavo_dreams": hookimpl(lambda: [], optionalhook=True)}
+    found = Plugins([point("a", Toy("a"), **newer)])
+    assert words(found) == ["a"] and not found.problems and not found.warnings
+
+
 # ------------------------------------------------------------------------------ two of a kind
 
 
