@@ -64,7 +64,8 @@ __all__ = [
 ]
 
 API_VERSION = (1, 3)
-"""(major, minor) of this contract. A plug-in of another major is refused; a newer minor warns."""
+"""(major, minor) of this contract. A backend of the major before (they begin with 1), or of a newer minor,
+loads with a warning; one of another major is refused."""
 
 
 class Backend:
