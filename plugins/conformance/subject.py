@@ -259,6 +259,26 @@ def host_bytes(exported: Any) -> torch.Tensor:
     return result
 
 
+class Beside:
+    """Rows [T, n] or [T, heads, n] on the device as a view of wider ones: other numbers lie between them.
+
+    view: the rows.
+    """
+
+    OTHERS = 8
+
+    def __init__(self, subject: Subject, values: Array, dtype: torch.dtype) -> None:
+        others = np.full((len(values), self.OTHERS, *values.shape[2:]), 99.0)
+        self._count = values.shape[1]
+        self._whole = subject.put(np.concatenate([values, others], axis=1), dtype)
+        self.view = self._whole[:, : self._count]
+
+    def check(self, what: str) -> None:
+        """Raises Failed where the numbers behind the rows are others now."""
+        same = bool((get(self._whole[:, self._count :]) == 99.0).all())
+        demand(same, f"{what} wrote behind the rows of a view, into what is not its own")
+
+
 def strided(rows: torch.Tensor, parts: Sequence[int]) -> list[torch.Tensor]:
     """Views [T, n, D] of consecutive heads of rows [T, sum(parts), D], as the fused projection gives them."""
     return list(torch.split(rows, list(parts), dim=1))

@@ -240,6 +240,60 @@ class NormsWithoutTheSum(Ops):
         return super().add_rms_norm(x, residual, weight, eps, offset=offset)[0], residual
 
 
+def as_if_whole(x: torch.Tensor) -> torch.Tensor:
+    """The numbers that lie where those of a contiguous tensor would."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
+
+
+class NormsAsIfWhole(Ops):
+    """Rows are taken to lie one behind the other."""
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, *, offset: float = 0.0) -> Any:
+        return super().rms_norm(as_if_whole(x), weight, eps, offset=offset)
+
+
+class AddsAsIfWhole(Ops):
+    """The residual's rows are taken to lie one behind the other."""
+
+    def add_rms_norm(self, x: Any, residual: Any, *rest: Any, **options: Any) -> Any:
+        return super().add_rms_norm(x, as_if_whole(residual), *rest, **options)
+
+
+class AddsBesideItsRows(Ops):
+    """The sum goes where the residual was, and one number further."""
+
+    def add_rms_norm(self, x: Any, residual: Any, *rest: Any, **options: Any) -> Any:
+        normed, total = super().add_rms_norm(x, residual, *rest, **options)
+        rows, size = residual.shape
+        if residual.stride(0) > size:
+            residual.as_strided((rows, size + 1), residual.stride())[:, size] = 0
+        return normed, total
+
+
+class ActivatesAsIfWhole(Ops):
+    """Rows are taken to lie one behind the other, for one of the kinds."""
+
+    def act_and_mul(self, x: Any, kind: Any) -> Any:
+        return super().act_and_mul(as_if_whole(x) if kind == "silu" else x, kind)
+
+
+class MultipliesAsIfWhole(Ops):
+    """Rows are taken to lie one behind the other."""
+
+    def linear(self, x: Any, weight: Any, **options: Any) -> Any:
+        return super().linear(as_if_whole(x), weight, **options)
+
+
+class EncodesAsIfWhole(Ops):
+    """Rows are taken to lie one behind the other."""
+
+    def layer_norm(self, x: Any, *rest: Any) -> Any:
+        return super().layer_norm(as_if_whole(x), *rest)
+
+    def activation(self, x: Any, kind: Any) -> Any:
+        return super().activation(as_if_whole(x), kind)
+
+
 class TurnsHalves(Ops):
     """Interleaved pairs are turned as halves."""
 
