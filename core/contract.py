@@ -31,7 +31,7 @@ from octavo.core.contract_data import (
     Transfer,
     WeightSpec,
 )
-from octavo.core.contract_ops import Ops, fusion_stands
+from octavo.core.contract_ops import Ops, fusion_stands, handle_of
 from octavo.core.types import Batch
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ __all__ = [
     "Transfer",
     "WeightSpec",
     "fusion_stands",
+    "handle_of",
 ]
 
 API_VERSION = (1, 3)

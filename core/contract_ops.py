@@ -296,3 +296,15 @@ def fusion_stands(cls: type[Ops], name: str) -> bool:
             below = cls.__mro__[: cls.__mro__.index(owner)]
             return not any(op in sub.__dict__ for sub in below for op in offered[name])
     return False
+
+
+def handle_of(op: str, found: Any) -> Any:
+    """What an op returned in the place of the handle, or the list of them, that it was given.
+
+    Raises:
+        TypeError: nothing, as an op does that was written for its effect alone.
+    """
+    if found is None:
+        word = "handle" if op == "write_kv" else "handles"
+        raise TypeError(f"{op} returned None; it must return the {word}")
+    return found
