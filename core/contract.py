@@ -31,7 +31,7 @@ from octavo.core.contract_data import (
     Transfer,
     WeightSpec,
 )
-from octavo.core.contract_ops import Ops, fusion_stands
+from octavo.core.contract_ops import Ops, fusion_stands, handle_of
 from octavo.core.types import Batch
 
 if TYPE_CHECKING:
@@ -61,10 +61,12 @@ __all__ = [
     "Transfer",
     "WeightSpec",
     "fusion_stands",
+    "handle_of",
 ]
 
 API_VERSION = (1, 3)
-"""(major, minor) of this contract. A plug-in of another major is refused; a newer minor warns."""
+"""(major, minor) of this contract. A backend of the major before (they begin with 1), or of a newer minor,
+loads with a warning; one of another major is refused."""
 
 
 class Backend:

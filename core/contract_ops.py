@@ -44,7 +44,9 @@ class Ops:
     overriding one is giving it a better kernel.
 
     device: the torch device that tensors live on.
-    q, k and v may be views with a row stride; `meta` is what the same backend's `prepare` returned.
+    x, residual, q, k and v may be views of wider rows: their first stride may be larger than a row, and what
+    lies between the rows must stay. Within a row they are contiguous, as all other tensors are.
+    `meta` is what the same backend's `prepare` returned.
     """
 
     device: str = "cpu"
@@ -202,7 +204,7 @@ class Ops:
     def rms_norm(
         self, x: torch.Tensor, weight: PackedWeight, eps: float, *, offset: float = 0.0
     ) -> torch.Tensor:
-        """x / rms(x) · (offset + weight) over the last dimension."""
+        """x / rms(x) · (offset + weight) over the last dimension of x [T, n], or of heads [T, heads, n]."""
         return portable.rms_norm(x, weight, eps, offset=offset)
 
     def add_rms_norm(
@@ -214,7 +216,7 @@ class Ops:
         *,
         offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(residual + x), residual + x); may reuse both arguments' memory."""
+        """(norm(residual + x), residual + x) of x and residual [T, n]; may reuse both arguments' memory."""
         return portable.add_rms_norm(x, residual, weight, eps, offset=offset)
 
     def rotary(
@@ -241,7 +243,7 @@ class Ops:
     def layer_norm(
         self, x: torch.Tensor, weight: PackedWeight, bias: PackedWeight, eps: float
     ) -> torch.Tensor:
-        """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias over the last dimension."""
+        """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias over the last dimension of x [T, n]."""
         return portable.layer_norm(x, weight, bias, eps)
 
     def activation(
@@ -294,3 +296,15 @@ def fusion_stands(cls: type[Ops], name: str) -> bool:
             below = cls.__mro__[: cls.__mro__.index(owner)]
             return not any(op in sub.__dict__ for sub in below for op in offered[name])
     return False
+
+
+def handle_of(op: str, found: Any) -> Any:
+    """What an op returned in the place of the handle, or the list of them, that it was given.
+
+    Raises:
+        TypeError: nothing, as an op does that was written for its effect alone.
+    """
+    if found is None:
+        word = "handle" if op == "write_kv" else "handles"
+        raise TypeError(f"{op} returned None; it must return the {word}")
+    return found

@@ -8,7 +8,12 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from octavo.core.contract import Handle, Ops, Transfer
+from octavo.core.contract import (
+    Handle,
+    Ops,
+    Transfer,
+    handle_of,
+)
 from octavo.core.types import StepPlan
 
 _AT_ONCE = 16 << 20  # bytes of a single transfer
@@ -60,7 +65,8 @@ class HostStore:
         for at in range(0, len(step.swap_in), self._at_once):
             some = step.swap_in[at : at + self._at_once]
             rows = torch.from_numpy(self._rows[[slot for slot, _ in some]])
-            kv = self._ops.import_blocks(rows, kv, [block for _, block in some])
+            found = self._ops.import_blocks(rows, kv, [block for _, block in some])
+            kv = handle_of("import_blocks", found)
         return kv
 
     def finish(self) -> None:
@@ -105,7 +111,7 @@ def measured(ops: Ops, kv: list[Handle], num_blocks: int) -> tuple[float, list[H
         for _ in range(_TRIALS):
             begun = time.perf_counter()
             rows = _on_host(ops.export_blocks(kv, ids))
-            kv = ops.import_blocks(rows, kv, ids)
+            kv = handle_of("import_blocks", ops.import_blocks(rows, kv, ids))
             _on_host(ops.export_blocks(kv, ids[:1]))  # which waits for the import
             best = min(best, (time.perf_counter() - begun) / len(ids))
     return best, kv

@@ -20,6 +20,7 @@ from octavo.core.contract import (
     PackedWeight,
     Program,
     StepOut,
+    handle_of,
 )
 from octavo.core.loading.progress import Progress
 from octavo.core.models.base import Model
@@ -162,7 +163,8 @@ class Runner:
             if host is not None:
                 host.start(step, self._kv)
             if step.copies:
-                self._kv = self._ops.copy_blocks(self._kv, step.copies)
+                copied = self._ops.copy_blocks(self._kv, step.copies)
+                self._kv = handle_of("copy_blocks", copied)
             if host is not None:
                 self._kv = host.bring(step, self._kv)
             # All lanes are under way before the host waits for the first one's tokens.

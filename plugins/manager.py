@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from octavo.core.config import ConfigError, nearest
-from octavo.core.contract import API_VERSION, Backend, ExecutionPlan, Probe
+from octavo.core.contract import API_VERSION, Backend, Capabilities, ExecutionPlan, Probe
 from octavo.plugins import deprecation, hookspecs
 from octavo.plugins.overrides import Claim, ResolvedOps, clashes, resolve_ops, validate
 
@@ -26,13 +26,17 @@ GROUP = "octavo"
 FIRST_MAJOR = 1
 """Of the contract. An engine takes backends of its own major version and of the one before."""
 
+HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("octavo_"))
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A plug-in, or one backend of it, that cannot be used, and why."""
+    """A plug-in, or one backend of it, that cannot be used, and why. words: of `--device`, as far as they
+    are known: those of the backend, else the entry point's name."""
 
     plugin: str
     reason: str
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +108,14 @@ class Plugins:
         try:
             module = point.load()
             self._manager.register(module, name=where)
-            hooks = {h.name: h for h in self._manager.get_hookcallers(module) or ()}
-            if not hooks:
+            called = {h.name: h for h in self._manager.get_hookcallers(module) or ()}
+            if not called:
                 raise ConfigError(
                     "it implements no hook of Octavo's (see octavo.plugins.hookspecs)"
                 )
-            self._warn_of_near_misses(module, hooks, where)
+            self._report_unknown(module, called, where, point.name)
+            hooks = {name: hook for name, hook in called.items() if hook.has_spec()}
+            self._warn_of_near_misses(module, called, where)
             for text in deprecation.used_hooks(hooks, self._deprecated):
                 self.warnings.append(f"plug-in {where}: {text}")
             backends = list(module.octavo_backends()) if "octavo_backends" in hooks else []
@@ -117,28 +123,41 @@ class Plugins:
         except (Exception, SystemExit) as error:
             if self._manager.has_plugin(where):
                 self._manager.unregister(name=where)
-            self.problems.append(Problem(where, f"{type(error).__name__}: {error}"))
+            self.problems.append(_problem(where, error, point.name))
             return
         for backend in backends:
             try:
                 self._accept(backend, point)
             except Exception as error:  # its other backends may be fine
-                self.problems.append(Problem(where, f"{type(error).__name__}: {error}"))
+                words = getattr(backend, "device_types", None)
+                words = words if isinstance(words, tuple) else (words,)
+                self.problems.append(_problem(where, error, *words))
         for override in overrides:
             try:
                 self.claims.append(Claim(validate(override), point.name, _released(point)))
             except Exception as error:
                 self.problems.append(Problem(where, f"{type(error).__name__}: {error}"))
 
+    def _report_unknown(
+        self, module: Any, called: Mapping[str, pluggy.HookCaller], where: str, word: str
+    ) -> None:
+        """Functions marked @hookimpl that nobody will ever call; those marked optional may be."""
+        for name, hook in called.items():
+            if hook.has_spec():
+                continue
+            optional = [i.optionalhook for i in hook.get_hookimpls() if i.plugin is module]
+            if not all(optional):  # what else the plug-in brings may be fine
+                reason = f"{name} is no hook{nearest(name, HOOKS)}"
+                self.problems.append(Problem(where, reason, (word,)))
+
     def _warn_of_near_misses(self, module: Any, hooks: Mapping[str, Any], where: str) -> None:
-        known = [n for n in dir(hookspecs) if n.startswith("octavo_")]
         for name, value in vars(module).items():
             if not name.startswith("octavo_") or name in hooks or not callable(value):
                 continue
-            if name in known:
+            if name in HOOKS:
                 self.warnings.append(f"plug-in {where}: {name} is not marked @hookimpl")
             else:
-                self.warnings.append(f"plug-in {where}: {name} is no hook{nearest(name, known)}")
+                self.warnings.append(f"plug-in {where}: {name} is no hook{nearest(name, HOOKS)}")
 
     def _accept(self, backend: Backend, point: metadata.EntryPoint) -> None:
         if not isinstance(backend, Backend):
@@ -296,14 +315,7 @@ class Plugins:
             return self._automatic(words)
         name = word if word in words else word.partition(":")[0]
         if name not in words:
-            broken = "".join(
-                f"\n  plug-in {p.plugin} could not be used: {p.reason}" for p in self.problems
-            )
-            raise ConfigError(
-                f"no backend takes --device {word!r}{nearest(word, words)}; "
-                f"device words here: auto, {', '.join(sorted(words))}. A backend's package must be "
-                f"installed for the Python that runs octavo: {sys.executable} -m pip install …{broken}"
-            )
+            raise ConfigError(self._nobody(word, name, words))
         backend = words[name][0].backend
         probe = safe_probe(backend)
         if not probe.devices:
@@ -319,7 +331,22 @@ class Plugins:
                 raise ConfigError(
                     f"--device {word!r}: backend {backend.name!r} {has if probe.devices[1:] else none}"
                 )
+        told_capabilities(backend, word)
         return Resolved(backend, word, f"--device {word} was asked for")
+
+    def _nobody(self, word: str, name: str, words: Iterable[str]) -> str:
+        """Why no backend takes a device word, what is most likely the reason first."""
+        told = {p: f"plug-in {p.plugin} could not be used: {p.reason}" for p in self.problems}
+        here = f"device words here: auto, {', '.join(sorted(words))}"
+        mine = [text for p, text in told.items() if name in p.words]
+        if mine:  # it is installed
+            return f"--device {word!r}: " + "\n  ".join([*mine, here])
+        advice = (
+            "A backend's package must be installed for the Python that runs octavo: "
+            f"{sys.executable} -m pip install …"
+        )
+        asked = f"no backend takes --device {word!r}{nearest(word, words)}; {here}."
+        return "\n  ".join([asked, *told.values(), advice]) if told else f"{asked} {advice}"
 
     def _automatic(self, words: dict[str, list[BackendEntry]]) -> Resolved:
         passed: list[str] = []
@@ -329,12 +356,22 @@ class Plugins:
                 continue
             probe = safe_probe(backend)
             if probe.devices:
+                try:
+                    told_capabilities(backend, word)
+                except ConfigError as error:  # the next one may be fine
+                    passed.append(f"not {word}: {error}")
+                    continue
                 why = "; ".join([f"highest priority ({backend.priority}) with a device", *passed])
                 return Resolved(backend, word, why)
             passed.append(f"not {word}: {probe.reason}")
         raise ConfigError(
             "no backend found a device: " + ("; ".join(passed) or "none is installed")
         )
+
+
+def _problem(where: str, error: BaseException, *words: object) -> Problem:
+    known = tuple(word for word in words if isinstance(word, str))
+    return Problem(where, f"{type(error).__name__}: {error}", known)
 
 
 def _released(point: metadata.EntryPoint) -> str:
@@ -364,6 +401,24 @@ def safe_probe(backend: Backend) -> Probe:
         return probe
     except Exception as error:
         return Probe(reason=f"its probe failed: {type(error).__name__}: {error}")
+
+
+def told_capabilities(backend: Backend, device: str) -> Capabilities:
+    """`backend.capabilities(device)`.
+
+    Raises:
+        ConfigError: it raised, or returned something else.
+    """
+    try:
+        found = backend.capabilities(device)
+        if not isinstance(found, Capabilities):
+            raise TypeError(f"it returned {found!r}, which is no octavo.plugins.Capabilities")
+        return found
+    except Exception as error:
+        raise ConfigError(
+            f"backend {backend.name!r} cannot be used, its capabilities failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from installed import builds_wheels
 from tiny_models import engine, greedy, make, prompt_of, reference, run, tokens_of
 
 from octavo.core.entry import wiring
-from octavo.plugins import hookimpl
+from octavo.plugins import API_VERSION, Backend, Ops, hookimpl
 from octavo.plugins.manager import Plugins
 
 ROOT = Path(__file__).parents[1]
@@ -151,6 +151,26 @@ def test_snippets_that_only_say_something_run() -> None:
         for kind, body in BLOCK.findall(text(page)):
             assert kind == "python"
             exec(compile(body, page, "exec"), {})
+
+
+# ------------------------------------------------------------------------------ the pages by hand
+
+
+@pytest.mark.parametrize(
+    ("head", "cls"),
+    [("`Backend`, with", Backend), ("`Ops`, each with a portable torch body:", Ops)],
+)
+def test_the_tables_of_operations_name_every_member(head: str, cls: type) -> None:
+    table = text("operations.md").partition(f"\n{head}")[2].partition("\n| `")[2]
+    rows = f"| `{table.partition(chr(10) * 2)[0]}".splitlines()
+    firsts = [row.split("|")[1] for row in rows]
+    named = [n for first in firsts for n in re.findall(r"`(\w+)", first)]
+    members = {n for n in vars(cls) if not n.startswith("_")} - {"device"}
+    assert sorted(named) == sorted(members)
+
+
+def test_the_version_is_this_one() -> None:
+    assert re.findall(r"`API_VERSION`, (\(.*?\))", text("operations.md")) == [str(API_VERSION)]
 
 
 # ------------------------------------------------------------------------------- the contract's page

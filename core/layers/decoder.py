@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from octavo.core.contract import Ctx, LayerSpec, Ops
+from octavo.core.contract import (
+    Ctx,
+    LayerSpec,
+    Ops,
+    handle_of,
+)
 from octavo.core.layers.module import Linear, Module, RMSNorm
 
 if TYPE_CHECKING:
@@ -66,7 +71,8 @@ class Attention(Module):
         last_k = last_q + self.kv_heads
         q, k, v = heads[:, :last_q], heads[:, last_q:last_k], heads[:, last_k:]
         q, k = ops.rotary(q, k, ctx.weights[self.rotary], ctx.meta)
-        ctx.kv[self.layer] = ops.write_kv(ctx.kv[self.layer], k, v, ctx.meta, self.group)
+        written = ops.write_kv(ctx.kv[self.layer], k, v, ctx.meta, self.group)
+        ctx.kv[self.layer] = handle_of("write_kv", written)
         mixed = ops.paged_attention(
             q,
             ctx.kv[self.layer],

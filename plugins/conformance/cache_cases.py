@@ -7,6 +7,7 @@ whoever reads what was not written gives NaN. Block 0 is left out of comparisons
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from octavo.core.contract import handle_of
 from octavo.core.ops import DTYPES
 from octavo.core.warm_up import example_batches
 from octavo.plugins import ExecutionPlan, Handle, KVSpec
@@ -71,6 +73,7 @@ class Cache:
         )  # fmt: skip
         spec = KVSpec(tuple(range(LAYERS)), heads[1], head_size, head_size, plan.kv_dtype)
         handles = subject.ops.alloc_kv([spec], num_blocks, plan.block_size)
+        _handle("alloc_kv", handles)
         demand(len(handles) == LAYERS, f"alloc_kv gave {len(handles)} handles for {LAYERS} layers")
         made = cls(subject, plan, spec, num_blocks, handles)
         made.fill(range(num_blocks))
@@ -81,7 +84,12 @@ class Cache:
         ids = list(blocks)
         width = self.bytes([0]).shape[1]
         poison = torch.full((len(ids), width), POISON, dtype=torch.uint8)
-        self.handles = self.subject.ops.import_blocks(poison, self.handles, ids)
+        self.put(poison, ids)
+
+    def put(self, data: torch.Tensor, ids: list[int]) -> None:
+        """Blocks of all layers from bytes [blocks, bytes]."""
+        found = self.subject.ops.import_blocks(data, self.handles, ids)
+        self.handles = _handle("import_blocks", found)
 
     def bytes(self, blocks: Any) -> torch.Tensor:
         """[blocks, bytes] uint8: a copy of these blocks of all layers."""
@@ -99,8 +107,32 @@ class Cache:
         both[: len(k)] = np.concatenate([k, v], axis=1)
         keys, values = strided(self.subject.put(both, dtype), [k.shape[1], v.shape[1]])
         meta = self.subject.prepare(batch)
-        self.handles[layer] = self.subject.ops.write_kv(self.handles[layer], keys, values, meta)
+        found = self.subject.ops.write_kv(self.handles[layer], keys, values, meta)
+        self.handles[layer] = _handle("write_kv", found)
         return meta
+
+    def contents(self, dice: Dice, step: Step, dtype: torch.dtype) -> list[Array]:
+        """Keys and values [2, context, Hkv, D] of each piece of a step; those before the step are written."""
+        shape = (self.spec.kv_heads, self.spec.head_size)
+        made = [rounded(dice.standard_normal((2, p.context, *shape)), dtype) for p in step.pieces]
+        for past, (i,) in history(self.plan, step.pieces):
+            piece = past.pieces[0]
+            part = slice(piece.start, piece.context)
+            self.write(past, made[i][0][part], made[i][1][part], dtype)
+        return made
+
+    def write_last(self, step: Step, contents: Sequence[Array], dtype: torch.dtype) -> Any:
+        """Writes what a step itself brings of its pieces' `contents`. Returns the step's inputs."""
+        fresh = [c[:, p.start :] for c, p in zip(contents, step.pieces, strict=True)]
+        k, v = np.concatenate(fresh, axis=1)
+        return self.write(step, k, v, dtype)
+
+
+def _handle(op: str, found: Any) -> Any:
+    try:
+        return handle_of(op, found)
+    except TypeError as error:
+        raise Failed(str(error)) from error
 
 
 def _close(
@@ -131,7 +163,7 @@ def blocks_as_bytes(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> 
     data = torch.from_numpy(dice.integers(0, 60, (3, width), dtype=np.uint8))
     before = cache.all_bytes()
     ids = [int(i) for i in dice.permutation(np.arange(1, 12))[:3]]
-    cache.handles = subject.ops.import_blocks(data, cache.handles, ids)
+    cache.put(data, ids)
     after = cache.all_bytes()
     wanted = before.clone()
     wanted[ids] = data
@@ -147,12 +179,12 @@ def copies(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> Finding:
     )
     width = cache.bytes([0]).shape[1]
     data = torch.from_numpy(dice.integers(0, 60, (11, width), dtype=np.uint8))
-    cache.handles = subject.ops.import_blocks(data, cache.handles, list(range(1, 12)))
+    cache.put(data, list(range(1, 12)))
     wanted = cache.all_bytes()
     order = [int(i) for i in dice.permutation(np.arange(1, 12))]
     # One source twice, and a chain: the second copy reads what the first has written.
     pairs = [(order[0], order[1]), (order[0], order[2]), (order[2], order[3]), (order[4], order[5])]
-    cache.handles = subject.ops.copy_blocks(cache.handles, pairs)
+    cache.handles = _handle("copy_blocks", subject.ops.copy_blocks(cache.handles, pairs))
     for source, target in pairs:
         wanted[target] = wanted[source]
     _close(cache.all_bytes()[1:], wanted[1:], f"copy_blocks of {pairs}")
@@ -193,7 +225,7 @@ def writes_stay(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> Find
     ]
     begun = [b for b in changed if b * bs in slots]
     if begun:
-        cache.handles = subject.ops.import_blocks(after[touched], cache.handles, touched)
+        cache.put(after[touched], touched)
         for block in begun:
             last = max(int(s) % bs for s in slots if int(s) // bs == block)
             _write_behind(cache, block, last, base[block], kind)
@@ -215,7 +247,7 @@ def padding_alone(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> Fi
         rows = np.full((len(batch.token_ids), 2, cache.spec.head_size), 99.0)
         k, v = subject.put(rows, kind), subject.put(rows, kind)
         meta = subject.prepare(batch)
-        cache.handles[0] = subject.ops.write_kv(cache.handles[0], k, v, meta)
+        cache.handles[0] = _handle("write_kv", subject.ops.write_kv(cache.handles[0], k, v, meta))
     _close(cache.all_bytes()[1:], before[1:], "write_kv of padding")
     return Finding(0.0, 0.0)
 
@@ -298,16 +330,8 @@ def attends(subject: Subject, dice: Dice, dtype: str, kv_dtype: str, aspect: str
     # Every second block: a write that goes on into the next one is for the checks of write_kv to find.
     step = draw(dice, cache.plan, styles.get(aspect, "mixed"), range(1, blocks - 1, 2), longest)
     kind = subject.activation(dtype)
-    contents = [
-        rounded(dice.standard_normal((2, p.context, heads[1], size)), kind) for p in step.pieces
-    ]
-    for past, (i,) in history(cache.plan, step.pieces):
-        piece = past.pieces[0]
-        part = slice(piece.start, piece.context)
-        cache.write(past, contents[i][0][part], contents[i][1][part], kind)
-    fresh = [c[:, p.start :] for c, p in zip(contents, step.pieces, strict=True)]
-    new_k, new_v = np.concatenate(fresh, axis=1)
-    meta = cache.write(step, new_k, new_v, kind)
+    contents = cache.contents(dice, step, kind)
+    meta = cache.write_last(step, contents, kind)
     rows = len(build(cache.plan, step).token_ids)
     q_values = rounded(dice.standard_normal((rows, heads[0], size)), kind)
     # Queries as they come from the fused projection, with a row stride, or alone.

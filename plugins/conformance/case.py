@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,7 +82,9 @@ class Case:
         except Refused as reason:
             state, detail = "refused", str(reason)
         except Exception as raised:
-            state, detail = "failed", f"it raised {type(raised).__name__}: {_line(raised)}"
+            where = _place(raised, subject.packages)
+            state = "failed"
+            detail = f"it raised {type(raised).__name__}: {_line(raised)}{where}"
         return Result(
             self.id,
             self.group,
@@ -97,6 +101,17 @@ class Case:
 def _line(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else "without a message"
+
+
+def _place(error: Exception, packages: Sequence[str]) -> str:
+    """` (package/file.py:12)`: the innermost line of these packages that an error came through, or nothing."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = str(frame.f_globals.get("__name__"))
+        if any(f"{module}.".startswith(f"{package}.") for package in packages):
+            path = Path(frame.f_code.co_filename)
+            folder = module if path.stem == "__init__" else module.rpartition(".")[0]
+            return f" ({'/'.join([*filter(None, folder.split('.')), path.name])}:{line})"
+    return ""
 
 
 def within(what: str, error: float, tolerance: float, detail: str = "") -> Finding:

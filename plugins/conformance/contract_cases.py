@@ -19,7 +19,7 @@ from octavo.core.quantization import FORMS
 from octavo.plugins import Backend, Capabilities, ExecutionPlan, Ops, Probe, hookimpl
 from octavo.plugins.conformance.case import Case, Dice, Failed, Finding, NotOffered, demand
 from octavo.plugins.conformance.scorecard import execution_of
-from octavo.plugins.conformance.subject import Subject
+from octavo.plugins.conformance.subject import FLOATS, KV_DTYPES, Subject
 from octavo.plugins.manager import FIRST_MAJOR, Plugins, plugins
 
 HEAVY = (
@@ -136,10 +136,14 @@ def told_capabilities(subject: Subject, dice: Dice) -> Finding:
     demand(isinstance(caps, Capabilities), f"capabilities() returned {caps!r}")
     again = subject.backend.capabilities(subject.device)
     demand(dataclasses.asdict(caps) == dataclasses.asdict(again), "capabilities() differ each time")
-    known = ("float32", "float16", "bfloat16")
     demand(bool(caps.dtypes) and bool(caps.kv_dtypes), "no dtype, or no KV dtype, is declared")
-    strange = [d for d in caps.dtypes if d not in known]
-    demand(not strange, f"dtypes {strange} are none of {', '.join(known)}")
+    for what, words, known in (
+        ("dtypes", caps.dtypes, FLOATS),
+        ("KV dtypes", caps.kv_dtypes, KV_DTYPES),
+        ("quantisation forms", caps.quantization, tuple(FORMS)),
+    ):
+        strange = [w for w in words if w not in known]
+        demand(not strange, f"{what} {strange} are none of {', '.join(known)}")
     alone = [d for d in caps.dtypes if caps.kv_equals_dtype and d not in caps.kv_dtypes]
     demand(not alone, f"kv_equals_dtype is declared, but no KV cache in {alone}, which are dtypes")
     missing = [d for d in caps.native_dtypes if d not in caps.dtypes]
@@ -149,8 +153,6 @@ def told_capabilities(subject: Subject, dice: Dice) -> Finding:
     demand(1 <= low <= high and step >= 1, f"head sizes {caps.head_sizes} hold none")
     first = -(-low // step) * step
     demand(first <= high, f"head sizes {caps.head_sizes} hold none")
-    unknown = [f for f in caps.quantization if f not in FORMS]
-    demand(not unknown, f"quantisation forms {unknown} are none of {', '.join(FORMS)}")
     json.dumps(dataclasses.asdict(caps), default=list)
     for op in ("", *caps.ops):
         execution_of(caps.notes, op)

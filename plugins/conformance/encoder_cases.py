@@ -9,7 +9,7 @@ from octavo.plugins import WeightSpec
 from octavo.plugins.conformance import truth
 from octavo.plugins.conformance.batches import Piece, Step, build, padded, room, rows_of
 from octavo.plugins.conformance.case import Case, Dice, Finding, within
-from octavo.plugins.conformance.subject import Subject, get, given, rounded, strided
+from octavo.plugins.conformance.subject import Beside, Subject, get, given, rounded, strided
 from octavo.plugins.conformance.tolerance import TOLERANCE, distance
 
 
@@ -64,8 +64,8 @@ def attends(subject: Subject, dice: Dice, dtype: str, shared: bool) -> Finding:
     return within(what, error, _tolerance(subject, dtype))
 
 
-def norms(subject: Subject, dice: Dice, dtype: str) -> Finding:
-    """layer_norm of rows of different sizes, which do not lie around 0."""
+def norms(subject: Subject, dice: Dice, dtype: str, as_view: bool = False) -> Finding:
+    """layer_norm of rows of different sizes, which do not lie around 0. as_view: of wider rows."""
     kind, rows = (
         subject.activation(dtype),
         rows_of(_plan(subject, dtype), dice, subject.size(64, 16)),
@@ -80,21 +80,25 @@ def norms(subject: Subject, dice: Dice, dtype: str) -> Finding:
     )
     scale = dice.choice([1e-1, 1.0, 30.0], (rows, 1))
     x = rounded((dice.standard_normal((rows, size)) + 0.5) * scale, kind)
-    out = subject.ops.layer_norm(subject.put(x, kind), weight, bias, eps)
+    tensor = Beside(subject, x, kind).view if as_view else subject.put(x, kind)
+    out = subject.ops.layer_norm(tensor, weight, bias, eps)
     got = given("layer_norm", out, x.shape, kind)
     return within(
         "layer_norm", distance(got, truth.layer_norm(x, w, b, eps)), _tolerance(subject, dtype)
     )
 
 
-def activates(subject: Subject, dice: Dice, dtype: str, function: str) -> Finding:
-    """activation of one kind."""
+def activates(
+    subject: Subject, dice: Dice, dtype: str, function: str, as_view: bool = False
+) -> Finding:
+    """activation of one kind. as_view: of wider rows."""
     kind, rows = (
         subject.activation(dtype),
         rows_of(_plan(subject, dtype), dice, subject.size(64, 16)),
     )
     x = rounded(dice.standard_normal((rows, int(dice.choice([16, 52, 512])))) * 3, kind)
-    out = subject.ops.activation(subject.put(x, kind), function)  # type: ignore[arg-type]
+    tensor = Beside(subject, x, kind).view if as_view else subject.put(x, kind)
+    out = subject.ops.activation(tensor, function)  # type: ignore[arg-type]
     given(f"activation {function}", out, x.shape, kind)
     error = distance(get(out), truth.activation(x, function))
     return within(f"activation {function}", error, _tolerance(subject, dtype))
@@ -117,6 +121,8 @@ def cases(subject: Subject, full: bool) -> list[Case]:
         add("encoder_attention", dtype, "whole", 3, attends, dtype, False)
         add("encoder_attention", dtype, "shared", 2, attends, dtype, True)
         add("layer_norm", dtype, "", 3, norms, dtype)
+        add("layer_norm", dtype, "strided", 1, norms, dtype, True)
         for function in ("gelu", "gelu_tanh", "relu"):
             add("activation", dtype, function, 2, activates, dtype, function)
+            add("activation", dtype, f"{function}-strided", 1, activates, dtype, function, True)
     return made

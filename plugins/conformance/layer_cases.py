@@ -23,7 +23,7 @@ from octavo.plugins.conformance.case import (
     demand,
     within,
 )
-from octavo.plugins.conformance.subject import Subject, get, given, rounded
+from octavo.plugins.conformance.subject import Beside, Subject, get, given, rounded
 from octavo.plugins.conformance.tolerance import (
     FORM_TOLERANCE,
     QUANTIZED_TOLERANCE,
@@ -93,23 +93,28 @@ def _coded(dice: Dice, spec: WeightSpec) -> tuple[Tensors, Array]:
     return parts, np.concatenate(values)
 
 
-def multiplies(subject: Subject, dice: Dice, dtype: str, role: str) -> Finding:
+def multiplies(
+    subject: Subject, dice: Dice, dtype: str, role: str, strided: bool = False
+) -> Finding:
     """linear over stacked parts, of rows with and without a stride."""
     spec, parts, weight = _stacked(dice, "linear" if role == "bias" else role, dtype)
     packed = subject.ops.pack_weight(parts, spec, dtype)
     rows = _rows(subject, dice, dtype)
-    return _product(subject, dice, dtype, spec, packed, weight, rows, biased=role == "bias")
+    return _product(
+        subject, dice, dtype, spec, packed, weight, rows, biased=role == "bias", strided=strided
+    )
 
 
 def _product(
     subject: Subject, dice: Dice, dtype: str, spec: WeightSpec, packed: PackedWeight, weight: Array,
     rows: int, tolerance: float | None = None, by_rms: bool = False, biased: bool = False,
+    strided: bool = False,
 ) -> Finding:  # fmt: skip
     kind = subject.activation(dtype)
     n, k = spec.shape
     x = rounded(dice.standard_normal((rows, k)), kind)
-    wide = np.concatenate([x, np.full((rows, 8), 99.0)], axis=1)
-    given = subject.put(wide, kind)[:, :k] if dice.random() < 0.5 else subject.put(x, kind)
+    strided = dice.random() < 0.5 or strided
+    given = Beside(subject, x, kind).view if strided else subject.put(x, kind)
     bias = None
     exact = x @ weight.T
     if spec.gated:  # only act_and_mul knows where gate and up rows lie
@@ -200,8 +205,8 @@ def tied(subject: Subject, dice: Dice, dtype: str) -> Finding:
     return _product(subject, dice, dtype, spec, head, values, _rows(subject, dice, dtype))
 
 
-def norms(subject: Subject, dice: Dice, dtype: str, added: bool) -> Finding:
-    """rms_norm and add_rms_norm, with an offset and without."""
+def norms(subject: Subject, dice: Dice, dtype: str, added: bool, strided: bool = False) -> Finding:
+    """rms_norm and add_rms_norm, with an offset and without. strided: of rows that are views of wider ones."""
     kind, rows = subject.activation(dtype), _rows(subject, dice, dtype)
     size = int(dice.choice([32, 96, 100, 576, 1024]))
     eps, offset = float(dice.choice([1e-5, 1e-6, 1e-2])), float(dice.choice([0.0, 1.0]))
@@ -212,20 +217,45 @@ def norms(subject: Subject, dice: Dice, dtype: str, added: bool) -> Finding:
         dice.standard_normal((rows, size)) * dice.choice([1e-3, 1.0, 30.0], (rows, 1)), kind
     )
     bound = _tolerance(subject, dtype)
-    if not added:
-        out = subject.ops.rms_norm(subject.put(x, kind), weight, eps, offset=offset)
-        got = given("rms_norm", out, x.shape, kind)
-        return within("rms_norm", distance(got, truth.rms_norm(x, values, eps, offset)), bound)
-    residual = rounded(dice.standard_normal((rows, size)), kind)
-    normed, total = subject.ops.add_rms_norm(
-        subject.put(x, kind), subject.put(residual, kind), weight, eps, offset=offset
+    residual = rounded(dice.standard_normal((rows, size)), kind) if added else x
+    wide = [Beside(subject, each, kind) for each in (x, residual)] if strided else []
+    first, second = (
+        (w.view for w in wide) if wide else (subject.put(v, kind) for v in (x, residual))
     )
-    # The sum is rounded before it is normed, or after: both are in use.
-    exact = truth.rms_norm(x + residual, values, eps, offset)
-    error = distance(given("add_rms_norm's sum", total, x.shape, kind), x + residual)
-    within("the sum of add_rms_norm", error, bound)
-    got = given("add_rms_norm", normed, x.shape, kind)
-    return within("add_rms_norm", max(error, distance(got, exact)), bound)
+    of = f"{rows} rows of {size}{', a view of wider ones' if strided else ''}"
+    if not added:
+        out = subject.ops.rms_norm(first, weight, eps, offset=offset)
+        got = given("rms_norm", out, x.shape, kind)
+        error = distance(got, truth.rms_norm(x, values, eps, offset))
+        found = within(f"rms_norm ({of})", error, bound)
+    else:
+        normed, total = subject.ops.add_rms_norm(first, second, weight, eps, offset=offset)
+        # The sum is rounded before it is normed, or after: both are in use.
+        exact = truth.rms_norm(x + residual, values, eps, offset)
+        error = distance(given("add_rms_norm's sum", total, x.shape, kind), x + residual)
+        within(f"the sum of add_rms_norm ({of})", error, bound)
+        got = given("add_rms_norm", normed, x.shape, kind)
+        found = within(f"add_rms_norm ({of})", max(error, distance(got, exact)), bound)
+    for each in wide:
+        each.check("add_rms_norm" if added else "rms_norm")
+    return found
+
+
+def norms_of_heads(subject: Subject, dice: Dice, dtype: str) -> Finding:
+    """rms_norm of single heads [T, heads, n], as they lie in the fused projection."""
+    kind, rows = subject.activation(dtype), _rows(subject, dice, dtype)
+    size, heads = subject.head_size(dice), subject.heads(dice)[0]
+    weight, values = subject.pack(
+        dice.standard_normal(size), WeightSpec("n", "norm", (("n", (size,)),)), dtype
+    )
+    x = rounded(dice.standard_normal((rows, heads, size)), kind)
+    wide = Beside(subject, x, kind)
+    out = subject.ops.rms_norm(wide.view, weight, 1e-5)
+    got = given("rms_norm", out, x.shape, kind)
+    wide.check("rms_norm")
+    error = distance(got, truth.rms_norm(x, values, 1e-5, 0.0))
+    what = f"rms_norm of {heads} heads of {size} in {rows} rows"
+    return within(what, error, _tolerance(subject, dtype))
 
 
 def rotates(subject: Subject, dice: Dice, dtype: str, interleaved: bool) -> Finding:
@@ -258,13 +288,18 @@ def rotates(subject: Subject, dice: Dice, dtype: str, interleaved: bool) -> Find
     return within(f"rotary of {turned} of {size}", error, _tolerance(subject, dtype))
 
 
-def activates(subject: Subject, dice: Dice, dtype: str, kind: str) -> Finding:
-    """act_and_mul of one kind."""
+def activates(
+    subject: Subject, dice: Dice, dtype: str, kind: str, strided: bool = False
+) -> Finding:
+    """act_and_mul of one kind. strided: of rows that are a view of wider ones."""
     rows, half = _rows(subject, dice, dtype), int(dice.choice([16, 52, 100, 512]))
     dt = subject.activation(dtype)
     x = rounded(dice.standard_normal((rows, 2 * half)) * 3, dt)
-    out = subject.ops.act_and_mul(subject.put(x, dt), kind)  # type: ignore[arg-type]
+    wide = Beside(subject, x, dt)
+    tensor = wide.view if strided else subject.put(x, dt)
+    out = subject.ops.act_and_mul(tensor, kind)  # type: ignore[arg-type]
     got = given(f"act_and_mul {kind}", out, (rows, half), dt)
+    wide.check(f"act_and_mul {kind}")
     error = distance(got, truth.act_and_mul(x, kind))
     return within(f"act_and_mul {kind}", error, _tolerance(subject, dtype))
 
@@ -316,15 +351,20 @@ def cases(subject: Subject, full: bool) -> list[Case]:
         add("linear", dtype, "bias", 3, multiplies, dtype, "bias")
         add("linear", dtype, "gated", 2, multiplies, dtype, "gated")
         add("linear", dtype, "head", 2, multiplies, dtype, "head")
+        add("linear", dtype, "strided", 1, multiplies, dtype, "linear", True)
         add("linear", dtype, "no-rows", 1, no_rows, dtype, None)
         add("embedding", dtype, "rows", 3, embeds, dtype)
         add("tied_weight", dtype, "head", 2, tied, dtype)
         add("rms_norm", dtype, "", 4, norms, dtype, False)
+        add("rms_norm", dtype, "strided", 2, norms, dtype, False, True)
+        add("rms_norm", dtype, "heads", 2, norms_of_heads, dtype)
         add("add_rms_norm", dtype, "", 4, norms, dtype, True)
+        add("add_rms_norm", dtype, "strided", 2, norms, dtype, True, True)
         add("rotary", dtype, "halves", 3, rotates, dtype, False)
         add("rotary", dtype, "interleaved", 3, rotates, dtype, True)
         for kind in ("silu", "gelu", "gelu_tanh"):
             add("act_and_mul", dtype, kind, 2, activates, dtype, kind)
+            add("act_and_mul", dtype, f"{kind}-strided", 1, activates, dtype, kind, True)
         add("store_packed", dtype, "", 2, keeps_packed, dtype, None)
     for scheme in subject.capabilities.quantization:
         for dtype in subject.dtypes if full else subject.dtypes[:1]:

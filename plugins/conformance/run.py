@@ -22,6 +22,7 @@ PARTS = (
     "contract_cases",
     "cache_cases",
     "layer_cases",
+    "invariance_cases",
     "encoder_cases",
     "fused_cases",
     "sample_cases",

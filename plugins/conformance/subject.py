@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
+from octavo.core import config
+from octavo.core.config import ConfigError
 from octavo.core.ops import DTYPES
+from octavo.core.quantization import FORMS
 from octavo.plugins import (
     Backend,
     Capabilities,
@@ -29,6 +33,11 @@ from octavo.plugins.conformance.case import Case, Dice, Finding, demand
 from octavo.plugins.conformance.scorecard import execution_of
 from octavo.plugins.conformance.truth import Array
 from octavo.plugins.manager import plugins
+
+FLOATS = config.DTYPES[1:]
+"""Dtypes of weights, without "auto"."""
+
+KV_DTYPES = config.KV_DTYPES[1:]
 
 HEAD_SIZES = (64, 128, 32, 96, 80, 24, 16, 256, 40, 72, 8, 112, 192)
 """Head sizes that models have; more are drawn from what is declared."""
@@ -57,25 +66,67 @@ class Portable(Backend):
         return Capabilities(dtypes=dtypes, kv_dtypes=dtypes, quantization=("int8", "int4"))
 
 
+def _known(backend: Backend, device: str) -> Capabilities:
+    """A device's capabilities without the words that nobody knows. One check of the contract names them; all
+    the others would stumble over each.
+
+    Raises:
+        ConfigError: no dtype is left to try.
+    """
+    told = backend.capabilities(device)
+    dtypes = tuple(d for d in told.dtypes if d in FLOATS)
+    kv_dtypes = tuple(d for d in told.kv_dtypes if d in KV_DTYPES)
+    for name, known, some, all_of in (
+        ("dtypes", dtypes, told.dtypes, FLOATS),
+        ("kv_dtypes", kv_dtypes, told.kv_dtypes, KV_DTYPES),
+    ):
+        if not known:
+            raise ConfigError(
+                f"backend {backend.name!r} declares {name} {some}; they may be {', '.join(all_of)}"
+            )
+    forms = tuple(f for f in told.quantization if f in FORMS)
+    return dataclasses.replace(told, dtypes=dtypes, kv_dtypes=kv_dtypes, quantization=forms)
+
+
 class Subject:
     """A backend on one device, started.
 
     Args:
         word: what `octavo backend check` was asked for, as its commands repeat it.
         device: the device word that the backend's methods take.
+        batch_invariant: whether it is started, and its ops are chosen, as for --batch-invariant.
     """
 
-    def __init__(self, backend: Backend, device: str, word: str = "", full: bool = False) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        device: str,
+        word: str = "",
+        full: bool = False,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         self.backend, self.device, self.full = backend, device, full
         self.word = word or device
-        self.capabilities = backend.capabilities(device)
+        self.capabilities = _known(backend, device)
         self.torch_device = backend.torch_device(device)
         self._activations: dict[str, torch.dtype] = {}
-        self.limits = LIMITS if full or not self._interpreted() else BRIEF_LIMITS
+        self.brief = self._interpreted() and not full  # cases are to be few and small
+        limits = BRIEF_LIMITS if self.brief else LIMITS
+        self.limits = dataclasses.replace(limits, batch_invariant=batch_invariant)
         backend.start(device, self.limits)
-        replaced = plugins().resolved_ops(backend, device)
+        replaced = plugins().resolved_ops(backend, device, "none" if batch_invariant else "auto")
         self.ops = replaced.ops
         self.runs = replaced.told(self.capabilities.ops)  # op -> what runs it, as in an engine
+
+    @cached_property
+    def packages(self) -> tuple[str, ...]:
+        """The packages that the backend's own code is in: where its author looks for an error."""
+        kinds = (*type(self.backend).__mro__, *type(self.ops).__mro__)
+        ours = ("octavo.core", "octavo.plugins", "builtins")
+        modules = [k.__module__ for k in kinds if not k.__module__.startswith(ours)]
+        tops = [m if m.startswith("octavo.") else m.partition(".")[0] for m in modules]
+        return tuple(dict.fromkeys(tops))
 
     def _interpreted(self) -> bool:
         try:
@@ -83,10 +134,13 @@ class Subject:
         except ValueError:  # a check of the contract has words for it
             return False
 
-    @property
-    def brief(self) -> bool:
-        """Whether cases are to be few and small: the device's code is interpreted, and `full` was not asked."""
-        return self.limits is BRIEF_LIMITS
+    @contextmanager
+    def batch_invariant(self) -> Iterator[Subject]:
+        """The backend started as for --batch-invariant, and at the end as it was."""
+        try:
+            yield Subject(self.backend, self.device, self.word, self.full, batch_invariant=True)
+        finally:
+            self.backend.start(self.device, self.limits)
 
     def size(self, usual: int, brief: int) -> int:
         """How much of something: a smaller number where cases are to be small."""
@@ -257,6 +311,26 @@ def host_bytes(exported: Any) -> torch.Tensor:
     found = exported if isinstance(exported, torch.Tensor) else exported.wait()
     result: torch.Tensor = found.cpu()
     return result
+
+
+class Beside:
+    """Rows [T, n] or [T, heads, n] on the device as a view of wider ones: other numbers lie between them.
+
+    view: the rows.
+    """
+
+    OTHERS = 8
+
+    def __init__(self, subject: Subject, values: Array, dtype: torch.dtype) -> None:
+        others = np.full((len(values), self.OTHERS, *values.shape[2:]), 99.0)
+        self._count = values.shape[1]
+        self._whole = subject.put(np.concatenate([values, others], axis=1), dtype)
+        self.view = self._whole[:, : self._count]
+
+    def check(self, what: str) -> None:
+        """Raises Failed where the numbers behind the rows are others now."""
+        same = bool((get(self._whole[:, self._count :]) == 99.0).all())
+        demand(same, f"{what} wrote behind the rows of a view, into what is not its own")
 
 
 def strided(rows: torch.Tensor, parts: Sequence[int]) -> list[torch.Tensor]:

@@ -50,8 +50,9 @@ def head_size(capabilities: Capabilities, odd: bool) -> int:
     raise NotOffered(f"no head size between powers of two is declared ({capabilities.head_sizes})")
 
 
-def write(folder: Path, name: str, size: int, dice: Dice, layers: int = 3) -> Path:
-    """A model's folder. Weights are large enough for greedy tokens to be certain in float32."""
+def write(folder: Path, name: str, size: int, dice: Dice, layers: int = 3, **settings: Any) -> Path:
+    """A model's folder. Weights are large enough for greedy tokens to be certain in float32. `settings`
+    take the place of what the configuration would have."""
     options = dict(MODELS[name])
     q_heads, kv_heads = options.pop("heads")
     options.pop("odd", None)
@@ -71,6 +72,7 @@ def write(folder: Path, name: str, size: int, dice: Dice, layers: int = 3) -> Pa
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         **options,
+        **settings,
     }
     cls = model_class(config, ARCHITECTURES)
     model = cls(config, cls.shape(config, "float32"), Ops())

@@ -129,6 +129,15 @@ class DeclaresTooMuch(Sound):
         return replace(super().capabilities(device), dtypes=("float32", "float16"))
 
 
+class DeclaresUnknownWords(Sound):
+    """Right, but for words that Octavo does not know."""
+
+    def capabilities(self, device: str) -> Capabilities:
+        return replace(
+            super().capabilities(device), dtypes=("float32", "fp16"), quantization=("int4", "fp8")
+        )
+
+
 class WithoutSwap(Sound):
     """Right, and its blocks stay where they are."""
 
@@ -205,6 +214,18 @@ class EightBitCache(Sound):
 
     def capabilities(self, device: str) -> Capabilities:
         return replace(super().capabilities(device), kv_dtypes=("fp8",))
+
+
+class SaysInvariant(Sound):
+    """Promises the same bits in any company, which its ops keep or not. `limits`: of the last start."""
+
+    limits: Limits
+
+    def capabilities(self, device: str) -> Capabilities:
+        return replace(super().capabilities(device), batch_invariant=True, quantization=())
+
+    def start(self, device: str, limits: Limits) -> None:
+        self.limits = limits
 
 
 class Interpreted(Sound):

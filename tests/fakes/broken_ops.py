@@ -60,6 +60,20 @@ class WritesPadding(Ops):
         return handle
 
 
+class WritesForTheEffect(Ops):
+    """The cache is written, and no handle comes back."""
+
+    def write_kv(self, *given: Any, **options: Any) -> Any:
+        super().write_kv(*given, **options)
+
+
+class CopiesForTheEffect(Ops):
+    """Blocks are copied, and no handles come back."""
+
+    def copy_blocks(self, handles: Any, pairs: Any) -> Any:
+        super().copy_blocks(handles, pairs)
+
+
 class IgnoresWindow(Ops):
     """Every position is seen."""
 
@@ -231,6 +245,13 @@ class NormsWithoutEps(Ops):
         return super().rms_norm(x, weight, 0.0, offset=offset)
 
 
+class DividesByAWord(Ops):
+    """Calls a library with what that cannot take."""
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, *, offset: float = 0.0) -> Any:
+        return torch.div(x, "rms")
+
+
 class NormsWithoutTheSum(Ops):
     """Gives back the residual as it came."""
 
@@ -238,6 +259,53 @@ class NormsWithoutTheSum(Ops):
         self, x: Any, residual: Any, weight: Any, eps: float, *, offset: float = 0.0
     ) -> Any:
         return super().add_rms_norm(x, residual, weight, eps, offset=offset)[0], residual
+
+
+def as_if_whole(x: torch.Tensor) -> torch.Tensor:
+    """The numbers that lie where those of a contiguous tensor would."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
+
+
+class NormsAsIfWhole(Ops):
+    """Rows are taken to lie one behind the other."""
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, *, offset: float = 0.0) -> Any:
+        return super().rms_norm(as_if_whole(x), weight, eps, offset=offset)
+
+
+class AddsAsIfWhole(Ops):
+    """The residual's rows are taken to lie one behind the other."""
+
+    def add_rms_norm(self, x: Any, residual: Any, *rest: Any, **options: Any) -> Any:
+        return super().add_rms_norm(x, as_if_whole(residual), *rest, **options)
+
+
+class AddsBesideItsRows(Ops):
+    """The sum goes where the residual was, and one number further."""
+
+    def add_rms_norm(self, x: Any, residual: Any, *rest: Any, **options: Any) -> Any:
+        normed, total = super().add_rms_norm(x, residual, *rest, **options)
+        rows, size = residual.shape
+        if residual.stride(0) > size:
+            residual.as_strided((rows, size + 1), residual.stride())[:, size] = 0
+        return normed, total
+
+
+class ActivatesAsIfWhole(Ops):
+    """Rows are taken to lie one behind the other, for one of the kinds."""
+
+    def act_and_mul(self, x: Any, kind: Any) -> Any:
+        return super().act_and_mul(as_if_whole(x) if kind == "silu" else x, kind)
+
+
+class EncodesAsIfWhole(Ops):
+    """Rows are taken to lie one behind the other."""
+
+    def layer_norm(self, x: Any, *rest: Any) -> Any:
+        return super().layer_norm(as_if_whole(x), *rest)
+
+    def activation(self, x: Any, kind: Any) -> Any:
+        return super().activation(as_if_whole(x), kind)
 
 
 class TurnsHalves(Ops):
@@ -474,3 +542,60 @@ class LetsNegativesPass(Ops):
 
     def activation(self, x: Any, kind: Any) -> Any:
         return x if kind == "relu" else super().activation(x, kind)
+
+
+class InDouble(Ops):
+    """Right: sums of float64, in whatever order, are the same when they have been rounded to float32."""
+
+    def linear(self, x: Any, weight: Any, *, bias: Any = None, **options: Any) -> Any:
+        wide = super().linear(x.double(), weight.double(), **options)
+        return (wide if bias is None else wide + bias).float()
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, *, offset: float = 0.0) -> Any:
+        return super().rms_norm(x.double(), weight, eps, offset=offset).float()
+
+    def add_rms_norm(self, x: Any, residual: Any, weight: Any, eps: float, **options: Any) -> Any:
+        total = residual + x
+        return InDouble.rms_norm(self, total, weight, eps, **options), total
+
+    def act_and_mul(self, x: Any, kind: Any) -> Any:
+        return super().act_and_mul(x.double(), kind).float()
+
+    def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
+        return super().paged_attention(q.double(), handle, meta, **options).float()
+
+    def token_logprobs(self, logits: Any, ids: Any) -> Any:
+        logprobs, ranks, norm = super().token_logprobs(logits.double(), ids)
+        return logprobs.float(), ranks, norm.float()
+
+
+class MultipliesByCompany(InDouble):
+    """Some rows together are summed in the order that is fastest for them."""
+
+    def linear(self, x: Any, weight: Any, **options: Any) -> Any:
+        if len(x) == 1:
+            return super().linear(x, weight, **options)
+        return Portable.linear(self, x, weight, **options)
+
+
+class NormsByCompany(InDouble):
+    """Of many rows each has an eps of its own."""
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, *, offset: float = 0.0) -> Any:
+        return super().rms_norm(x, weight, eps * len(x), offset=offset)
+
+
+class AddsByCompany(InDouble):
+    """Of many rows each has an eps of its own."""
+
+    def add_rms_norm(self, x: Any, residual: Any, weight: Any, eps: float, **options: Any) -> Any:
+        return super().add_rms_norm(x, residual, weight, eps * len(x), **options)
+
+
+class AttendsByCompany(InDouble):
+    """Several sequences together are summed in the order that is fastest for them."""
+
+    def paged_attention(self, q: Any, handle: Any, meta: Any, **options: Any) -> Any:
+        if len(meta.batch.context_lens) == 1:
+            return super().paged_attention(q, handle, meta, **options)
+        return Portable.paged_attention(self, q, handle, meta, **options)

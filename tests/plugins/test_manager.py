@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.core.config import ConfigError
-from octavo.plugins import Backend, Probe, hookimpl
+from octavo.plugins import Backend, Capabilities, Probe, hookimpl
 from octavo.plugins.manager import Plugins, describe, safe_probe
 
 
@@ -173,6 +173,28 @@ def test_misspelt_and_unmarked_hooks_are_named(point: Callable[..., metadata.Ent
     assert words(found) == ["a"]
 
 
+def test_a_marked_function_that_is_no_hook_is_reported_like_a_broken_plugin(
+    point: Callable[..., metadata.EntryPoint],
+) -> None:
+    wrong = {"octavo_backend": hookimpl(lambda: [Toy("toy")])}
+    found = Plugins([point("toy", **wrong), point("both", Toy("b"), **wrong), point("c", Toy("c"))])
+    assert words(found) == ["b", "c"] and not found.warnings
+    assert [p.plugin.partition(" ")[0] for p in found.problems] == ["both", "toy"]
+    told = "octavo_backend is no hook (did you mean 'octavo_backends'?)"
+    assert {p.reason for p in found.problems} == {told}
+    with pytest.raises(ConfigError) as caught:
+        found.resolve("toy")
+    assert told in str(caught.value)
+
+
+def test_a_hook_of_a_newer_release_may_be_marked_optional(
+    point: Callable[..., metadata.EntryPoint],
+) -> None:
+    newer = {"octavo_dreams": hookimpl(lambda: [], optionalhook=True)}
+    found = Plugins([point("a", Toy("a"), **newer)])
+    assert words(found) == ["a"] and not found.problems and not found.warnings
+
+
 # ------------------------------------------------------------------------------ two of a kind
 
 
@@ -257,6 +279,43 @@ def test_auto_takes_the_best_that_is_there(point: Callable[..., metadata.EntryPo
     resolved = found.resolve("auto")
     assert (resolved.backend.name, resolved.device) == ("cpu", "cpu")
     assert "highest priority (10)" in resolved.reason and "not gpu: no driver" in resolved.reason
+
+
+class Mistaken(Toy):
+    def capabilities(self, device: str) -> Capabilities:
+        return Capabilities(swaps=True)  # type: ignore[call-arg]
+
+
+def test_capabilities_that_fail_are_a_reason(point: Callable[..., metadata.EntryPoint]) -> None:
+    found = Plugins([point("a", Mistaken("bad", priority=9)), point("b", Toy("good", priority=1))])
+    with pytest.raises(ConfigError, match=r"'bad' cannot be used, its capabilities .* 'swaps'"):
+        found.resolve("bad")
+    resolved = found.resolve("auto")
+    assert resolved.device == "good" and "'swaps'" in resolved.reason
+
+    class Odd(Toy):
+        def capabilities(self, device: str) -> Any:
+            return {"swap": True}
+
+    with pytest.raises(ConfigError, match=r"returned \{'swap': True\}, which is no"):
+        Plugins([point("a", Odd("odd"))]).resolve("odd")
+
+
+def test_who_is_installed_is_told_the_reason_and_not_to_install_it(
+    point: Callable[..., metadata.EntryPoint],
+) -> None:
+    broken = [Toy("old", "chip", api=(0, 4))]
+    found = Plugins([point("vendor", *broken), point("good", Toy("good"))])
+    with pytest.raises(ConfigError) as caught:
+        found.resolve("chip")
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith("--device 'chip': plug-in vendor (") and "contract 0.4" in first
+    assert rest == ["  device words here: auto, good"]
+    with pytest.raises(ConfigError) as caught:  # it may be this one, and it may be another
+        found.resolve("ship")
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith("no backend takes --device 'ship'")
+    assert "contract 0.4" in rest[0] and "pip install" in rest[-1]
 
 
 def test_auto_never_takes_a_negative_priority(point: Callable[..., metadata.EntryPoint]) -> None:

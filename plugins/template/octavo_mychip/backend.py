@@ -24,8 +24,8 @@ class MychipBackend(Backend):
         return "cpu"
 
     def capabilities(self, device: str) -> Capabilities:
-        # Declare what works and no more: `octavo backend check` tries all of it, and what is missing
-        # is refused when an engine starts, not in the middle of a request.
+        # Declare what works and no more: `octavo backend check` tries all of it but graph_capture and
+        # collectives, and what is missing is refused when an engine starts, not amid a request.
         return Capabilities(
             dtypes=("float32", "bfloat16"),
             kv_dtypes=("float32", "bfloat16"),

@@ -3,6 +3,7 @@ other. The whole kit over the built-in backends is a lane of its own."""
 
 from __future__ import annotations
 
+import json
 import re
 
 import broken_backends
@@ -38,6 +39,12 @@ ATTENTION = {
     for a in ("mixed", "decode", "prefill", "one", "window", "softcap", "sinks")
 }
 
+ACTIVATIONS = {
+    f"act_and_mul/{kind}{rows}"
+    for kind in ("silu", "gelu", "gelu_tanh")
+    for rows in ("", "-strided")
+}
+
 BROKEN: dict[str, set[str]] = {
     "Ops": set(),
     "WritesOneSlotMore": {"write_kv/slots"},
@@ -59,19 +66,25 @@ BROKEN: dict[str, set[str]] = {
         "linear/bias",
         "linear/gated",
         "linear/head",
+        "linear/strided",
         "tied_weight/head",
     },
     "DropsBias": {"linear/bias"},
     "DropsMinima": {"linear/codes", "linear/floats"},
     "WrongRow": {"embedding/rows"},
     "TiesNothing": {"tied_weight/head"},
-    "NormsWithoutEps": {"rms_norm"},
-    "NormsWithoutTheSum": {"add_rms_norm"},
+    "NormsWithoutEps": {"rms_norm", "rms_norm/strided"},
+    "NormsWithoutTheSum": {"add_rms_norm", "add_rms_norm/strided"},
+    "NormsAsIfWhole": {"rms_norm/strided", "rms_norm/heads"},
+    "AddsAsIfWhole": {"add_rms_norm/strided"},
+    "AddsBesideItsRows": {"add_rms_norm/strided"},
+    "ActivatesAsIfWhole": {"act_and_mul/silu-strided"},
+    "EncodesAsIfWhole": {"layer_norm/strided"}
+    | {f"activation/{kind}-strided" for kind in ("gelu", "gelu_tanh", "relu")},
     "TurnsHalves": {"rotary/interleaved"},
-    "OneGelu": {"act_and_mul/gelu"},
-    "ActivatesInDouble": {f"act_and_mul/{k}" for k in ("silu", "gelu", "gelu_tanh")},
-    "ActivatesNothing": {f"act_and_mul/{k}" for k in ("silu", "gelu", "gelu_tanh")}
-    | {"linear/gated"},
+    "OneGelu": {"act_and_mul/gelu", "act_and_mul/gelu-strided"},
+    "ActivatesInDouble": ACTIVATIONS,
+    "ActivatesNothing": ACTIVATIONS | {"linear/gated"},
     "DrawsAnew": {f"sample/{a}" for a in ("plain", "top_k", "top_p", "min_p", "together", "ties")},
     "DrawsAlways": {"sample/greedy"},
     "ForgetsTopP": {"sample/top_p", "sample/together", "sample/ties"},
@@ -87,10 +100,10 @@ BROKEN: dict[str, set[str]] = {
     "StoresTooMuch": {"store_packed"},
     "EncodesCausally": {"encoder_attention/whole", "encoder_attention/shared"},
     "EncodesHeadsInTurn": {"encoder_attention/shared"},
-    "NormsWithoutBias": {"layer_norm"},
-    "NormsByTheWrongVariance": {"layer_norm"},
-    "ActivatesByOneGelu": {"activation/gelu"},
-    "LetsNegativesPass": {"activation/relu"},
+    "NormsWithoutBias": {"layer_norm", "layer_norm/strided"},
+    "NormsByTheWrongVariance": {"layer_norm", "layer_norm/strided"},
+    "ActivatesByOneGelu": {"activation/gelu", "activation/gelu-strided"},
+    "LetsNegativesPass": {"activation/relu", "activation/relu-strided"},
 }
 
 
@@ -114,6 +127,33 @@ def test_an_op_that_is_wrong_is_named(name: str) -> None:
 def test_a_result_of_another_kind_is_told(name: str, words: str) -> None:
     card = check(with_ops(name), "sound", only="act_and_mul/float32/silu/0", speed=False)
     assert re.search(words, card.failed[0].detail), card.failed
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "words"),
+    [
+        ("WritesForTheEffect", "write_kv", "write_kv returned None; it must return the handle"),
+        (
+            "CopiesForTheEffect",
+            "copy_blocks",
+            "copy_blocks returned None; it must return the handles",
+        ),
+    ],
+)
+def test_handles_that_do_not_come_back_are_told(name: str, op: str, words: str) -> None:
+    card = check(with_ops(name), "sound", only=f"{op}/*", speed=False)
+    assert [row.detail for row in card.failed] == [words]
+    only = "forks/float32/grouped-heads/0"
+    card = check(with_ops(name), "sound", only=only, speed=False)
+    assert words in card.failed[0].detail
+
+
+def test_an_error_names_the_line_of_the_backends_own_code() -> None:
+    """The innermost one, though it is torch that raises."""
+    card = check(with_ops("DividesByAWord"), "sound", only="rms_norm/float32/0", speed=False)
+    (row,) = card.failed
+    assert re.search(r"^it raised TypeError: .* \(broken_ops\.py:\d+\)$", row.detail), row.detail
+    assert row.detail in json.dumps(card.as_dict())
 
 
 def test_bodies_that_nobody_overrode_are_portable() -> None:
@@ -152,6 +192,12 @@ def test_a_rule_that_is_broken_is_named(name: str) -> None:
         cases = [c for c in cases if c.aspect != "light-probe"]
     found = [run_case(subject, c) for c in cases]
     assert {r.id.removesuffix("/0") for r in found if r.state == "failed"} == CONTRACT[name], found
+
+
+def test_words_that_nobody_knows_are_told_once() -> None:
+    backend = broken_backends.DeclaresUnknownWords()
+    (row,) = check(backend, "sound", only="*0", speed=False).failed
+    assert row.detail == "dtypes ['fp16'] are none of float32, float16, bfloat16"
 
 
 def test_a_dtype_that_does_not_work_is_named() -> None:
@@ -255,6 +301,34 @@ def test_what_was_only_compiled_is_not_said_to_have_run() -> None:
     assert (rows["linear"].state, rows["linear"].execution) == ("compiled", "compiled")
     assert (rows["rms_norm"].state, rows["rms_norm"].execution) == ("passed", "stand-in")
     assert card.execution == rows["rotary"].execution == "interpreted"
+
+
+ALONE: dict[str, set[str]] = {
+    "InDouble": set(),
+    "MultipliesByCompany": {"linear/batch-invariant"},
+    "NormsByCompany": {"rms_norm/batch-invariant"},
+    "AddsByCompany": {"add_rms_norm/batch-invariant"},
+    "AttendsByCompany": {"paged_attention/batch-invariant"},
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_bits_that_change_in_company_are_seen_where_they_are_promised(name: str) -> None:
+    backend = broken_backends.SaysInvariant()
+    backend.ops_class = name
+    subject = Subject(backend, "sound")
+    cases = [c for c in catalogue(subject) if "batch-invariant" in (c.op, c.aspect)]
+    assert {c.op for c in cases} > {"linear", "rms_norm", "add_rms_norm", "paged_attention"}
+    found = [run_case(subject, c) for c in cases]
+    wanted = ALONE[name] | ({"batch-invariant/grouped-heads"} if ALONE[name] else set())
+    assert failing(found) == wanted, [r for r in found if r.state == "failed"]
+    assert all("batch_invariant is declared" in r.detail for r in found if r.state == "failed")
+    assert backend.limits.batch_invariant is False, "it is not left as it was"
+
+
+def test_bits_in_company_are_not_asked_of_who_promises_nothing() -> None:
+    cases = catalogue(Subject(broken_backends.Sound(), "sound"))
+    assert {c.op for c in cases if "batch-invariant" in (c.op, c.aspect)} == set()
 
 
 def test_an_8_bit_cache_may_round_and_no_more() -> None:
