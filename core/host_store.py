@@ -8,12 +8,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from octavo.core.contract import (
-    Handle,
-    Ops,
-    Transfer,
-    handle_of,
-)
+from octavo.core.contract import Handle, Ops, Transfer, handle_of
 from octavo.core.types import StepPlan
 
 _AT_ONCE = 16 << 20  # bytes of a single transfer

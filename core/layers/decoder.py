@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from octavo.core.contract import (
-    Ctx,
-    LayerSpec,
-    Ops,
-    handle_of,
-)
+from octavo.core.contract import Ctx, LayerSpec, Ops, handle_of
 from octavo.core.layers.module import Linear, Module, RMSNorm
 
 if TYPE_CHECKING:
