@@ -67,7 +67,7 @@ class StepTimes:
 
 
 def time_steps(
-    runner: Runner, num_blocks: int, block_size: int, lane: Room, max_len: int, budget: float = 0.6
+    runner: Runner, num_blocks: int, block_size: int, lane: Room, max_len: int, budget: float = 0.3
 ) -> list[tuple[int, float]]:
     """Times steps of 1, 2, 4, … tokens, each of which is drawn behind as where a draft is checked. What the
     KV cache holds is overwritten: it is called before there are requests.
