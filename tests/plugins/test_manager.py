@@ -283,7 +283,7 @@ def test_auto_takes_the_best_that_is_there(point: Callable[..., metadata.EntryPo
 
 class Mistaken(Toy):
     def capabilities(self, device: str) -> Capabilities:
-        return Capabilities(swaps=True)  # type: ignore[call-arg]
+        return Capabilities(swaps=True)  # type: ignore[call-arg]  # which is what is wrong with it
 
 
 def test_capabilities_that_fail_are_a_reason(point: Callable[..., metadata.EntryPoint]) -> None:
