@@ -39,10 +39,6 @@ class AlikeDrafter(Drafter, Protocol):
         """Tokens of the sequence that it has to compute before its first guess."""
         ...
 
-    def close(self) -> None:
-        """Lets go what it holds."""
-        ...
-
 
 class _Learned:
     """A drafter that says no more than that it is alike: what its guesses take is learned."""
@@ -53,9 +49,6 @@ class _Learned:
 
     def missing(self, sequence: Seq) -> int:
         return 0
-
-    def close(self) -> None:
-        pass
 
 
 def as_alike(drafter: Drafter) -> AlikeDrafter | None:

@@ -61,8 +61,9 @@ class Speculation:
 
     def close(self) -> None:
         """Lets go what the drafter holds."""
-        if self._alike is not None:
-            self._alike.close()
+        close = getattr(self.drafter, "close", None)
+        if close is not None:
+            close()
 
     # ------------------------------------------------------------------------------------ before
 

@@ -3,7 +3,7 @@ that declare `Capabilities.encoders`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from octavo.plugins import WeightSpec
 from octavo.plugins.conformance import truth
@@ -11,6 +11,8 @@ from octavo.plugins.conformance.batches import Piece, Step, build, padded, room,
 from octavo.plugins.conformance.case import Case, Dice, Finding, within
 from octavo.plugins.conformance.subject import Beside, Subject, get, given, rounded, strided
 from octavo.plugins.conformance.tolerance import TOLERANCE, distance
+
+Function = Literal["gelu", "gelu_tanh", "relu"]
 
 
 def _tolerance(subject: Subject, dtype: str) -> float:
@@ -89,7 +91,7 @@ def norms(subject: Subject, dice: Dice, dtype: str, as_view: bool = False) -> Fi
 
 
 def activates(
-    subject: Subject, dice: Dice, dtype: str, function: str, as_view: bool = False
+    subject: Subject, dice: Dice, dtype: str, function: Function, as_view: bool = False
 ) -> Finding:
     """activation of one kind. as_view: of wider rows."""
     kind, rows = (
@@ -98,7 +100,7 @@ def activates(
     )
     x = rounded(dice.standard_normal((rows, int(dice.choice([16, 52, 512])))) * 3, kind)
     tensor = Beside(subject, x, kind).view if as_view else subject.put(x, kind)
-    out = subject.ops.activation(tensor, function)  # type: ignore[arg-type]
+    out = subject.ops.activation(tensor, function)
     given(f"activation {function}", out, x.shape, kind)
     error = distance(get(out), truth.activation(x, function))
     return within(f"activation {function}", error, _tolerance(subject, dtype))

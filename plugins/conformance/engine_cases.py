@@ -333,49 +333,6 @@ def through(subject: Subject, dice: Dice, model: str, scenario: str, dtype: str)
             raise Refused(str(refused)) from refused
 
 
-def company(subject: Subject, dice: Dice, dtype: str, scheme: str | None) -> Finding:
-    """With --batch-invariant, log-probabilities have the same bits alone, beside others, and in chunks."""
-    options = {"batch_invariant": True, "enable_prefix_caching": False, "quantization": scheme}
-    longest = subject.size(70, 40)
-    requests = [
-        ask(f"r{i}", tiny.prompt(dice, length), subject.size(6, 3), logprobs=1)
-        for i, length in enumerate((longest, 3, 17, 33, 1, 29)[: subject.size(6, 3)])
-    ]
-    try:
-        # Wide enough that one row alone would be summed in another order.
-        with (
-            subject.batch_invariant(),
-            trial(
-                subject, dice, "grouped-heads", subject.beside(dtype), intermediate_size=1024
-            ) as t,
-        ):
-            with t.engine(**options) as made:
-                alone = [_bits(Run().go(made, [r]))[r.id] for r in requests]
-                together = _bits(Run().go(made, requests))
-            with t.engine(**options, max_num_batched_tokens=32) as made:
-                chunked = _bits(Run().go(made, requests))
-    except RequestRefused as refused:  # a device's lanes may be too small for it
-        raise Refused(str(refused)) from refused
-    for request, wanted in zip(requests, alone, strict=True):
-        for found, how in ((together, "beside others"), (chunked, "in chunks beside others")):
-            demand(
-                found[request.id] == wanted,
-                f"batch_invariant is declared, but {how} request {request.id} has other "
-                "log-probabilities than alone",
-            )
-    return Finding(detail=f"{len(requests)} requests")
-
-
-def _bits(run: Run) -> dict[str, list[tuple[int, str]]]:
-    """Each request's tokens and their log-probabilities, as hexadecimal so that every bit counts."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for update in run.updates:
-        for entry in update.logprobs or ():
-            pair = (entry.token_id, entry.logprob.hex())
-            found.setdefault(update.request_id, []).append(pair)
-    return found
-
-
 # ---------------------------------------------------------------------- what is declared, and not
 
 
@@ -491,11 +448,6 @@ def cases(subject: Subject, full: bool) -> list[Case]:
             "chunked-prefill",
             other,
         )
-    if subject.capabilities.batch_invariant:
-        for other in subject.dtypes:
-            add("batch-invariant", other, "grouped-heads", company, other, None)
-        for scheme in subject.capabilities.quantization:
-            add("batch-invariant", f"{scheme}-over-{dtype}", "", company, dtype, scheme)
     for one, kv_dtype in subject.numbers():
         name = one if kv_dtype == one else f"{one},kv={kv_dtype}"
         add("numbers", name, "", declared, one, kv_dtype, None)

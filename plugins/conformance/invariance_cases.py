@@ -1,5 +1,5 @@
 """Cases of `Capabilities.batch_invariant`: what shares a step does not change a bit of a row or a sequence.
-Asked of backends that declare it. `engine_cases.py` has the whole engine.
+Asked of backends that declare it.
 
 The backend is started as for --batch-invariant. Rows are long: short sums come in one order in any kernel.
 """
@@ -13,10 +13,13 @@ import numpy as np
 import torch
 
 from octavo.core.ops import DTYPES
+from octavo.core.params import RequestRefused
 from octavo.plugins import WeightSpec
+from octavo.plugins.conformance import tiny
 from octavo.plugins.conformance.batches import Step, Style, build, draw
 from octavo.plugins.conformance.cache_cases import Cache
-from octavo.plugins.conformance.case import Case, Dice, Finding, demand
+from octavo.plugins.conformance.case import Case, Dice, Finding, Refused, demand
+from octavo.plugins.conformance.engine_cases import Run, ask, plainest, trial
 from octavo.plugins.conformance.subject import Subject, rounded
 
 WIDTH = 2048
@@ -118,6 +121,49 @@ def attends(subject: Subject, dice: Dice, dtype: str, kv_dtype: str, style: Styl
     return Finding(detail=f"{len(step.pieces)} sequences")
 
 
+def company(subject: Subject, dice: Dice, dtype: str, scheme: str | None) -> Finding:
+    """With --batch-invariant, log-probabilities have the same bits alone, beside others, and in chunks."""
+    options = {"batch_invariant": True, "enable_prefix_caching": False, "quantization": scheme}
+    longest = subject.size(70, 40)
+    requests = [
+        ask(f"r{i}", tiny.prompt(dice, length), subject.size(6, 3), logprobs=1)
+        for i, length in enumerate((longest, 3, 17, 33, 1, 29)[: subject.size(6, 3)])
+    ]
+    try:
+        # Wide enough that one row alone would be summed in another order.
+        with (
+            subject.batch_invariant(),
+            trial(
+                subject, dice, "grouped-heads", subject.beside(dtype), intermediate_size=1024
+            ) as t,
+        ):
+            with t.engine(**options) as made:
+                alone = [_told(Run().go(made, [r]))[r.id] for r in requests]
+                together = _told(Run().go(made, requests))
+            with t.engine(**options, max_num_batched_tokens=32) as made:
+                chunked = _told(Run().go(made, requests))
+    except RequestRefused as refused:  # a device's lanes may be too small for it
+        raise Refused(str(refused)) from refused
+    for request, wanted in zip(requests, alone, strict=True):
+        for found, how in ((together, "beside others"), (chunked, "in chunks beside others")):
+            demand(
+                found[request.id] == wanted,
+                f"batch_invariant is declared, but {how} request {request.id} has other "
+                "log-probabilities than alone",
+            )
+    return Finding(detail=f"{len(requests)} requests")
+
+
+def _told(run: Run) -> dict[str, list[tuple[int, str]]]:
+    """Each request's tokens and their log-probabilities, as hexadecimal so that every bit counts."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for update in run.updates:
+        for entry in update.logprobs or ():
+            pair = (entry.token_id, entry.logprob.hex())
+            found.setdefault(update.request_id, []).append(pair)
+    return found
+
+
 def cases(subject: Subject, full: bool) -> list[Case]:
     """All cases of this file; none for a backend that does not declare it."""
     made: list[Case] = []
@@ -143,4 +189,16 @@ def cases(subject: Subject, full: bool) -> list[Case]:
         styles: tuple[Style, ...] = ("mixed", "long")
         for style in styles:
             add("paged_attention", name, 1, attends, dtype, kv_dtype, style)
+    for dtype in subject.dtypes:
+        made.append(_engine(dtype, "grouped-heads", dtype, None))
+    plain, _ = plainest(subject)
+    for scheme in subject.capabilities.quantization:
+        made.append(_engine(f"{scheme}-over-{plain}", "", plain, scheme))
     return made
+
+
+def _engine(numbers: str, aspect: str, dtype: str, scheme: str | None) -> Case:
+    def body(subject: Subject, dice: Dice) -> Finding:
+        return company(subject, dice, dtype, scheme)
+
+    return Case("engine", "batch-invariant", numbers, aspect, 0, body)

@@ -4,7 +4,7 @@ packed weights, and a whole layer as one operation."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from octavo.plugins.conformance.tolerance import (
 from octavo.plugins.conformance.truth import Array
 
 Tensors = Mapping[str, torch.Tensor | QuantizedTensor]
+Gate = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def _tolerance(subject: Subject, dtype: str) -> float:
@@ -289,7 +290,7 @@ def rotates(subject: Subject, dice: Dice, dtype: str, interleaved: bool) -> Find
 
 
 def activates(
-    subject: Subject, dice: Dice, dtype: str, kind: str, strided: bool = False
+    subject: Subject, dice: Dice, dtype: str, kind: Gate, strided: bool = False
 ) -> Finding:
     """act_and_mul of one kind. strided: of rows that are a view of wider ones."""
     rows, half = _rows(subject, dice, dtype), int(dice.choice([16, 52, 100, 512]))
@@ -297,7 +298,7 @@ def activates(
     x = rounded(dice.standard_normal((rows, 2 * half)) * 3, dt)
     wide = Beside(subject, x, dt)
     tensor = wide.view if strided else subject.put(x, dt)
-    out = subject.ops.act_and_mul(tensor, kind)  # type: ignore[arg-type]
+    out = subject.ops.act_and_mul(tensor, kind)
     got = given(f"act_and_mul {kind}", out, (rows, half), dt)
     wide.check(f"act_and_mul {kind}")
     error = distance(got, truth.act_and_mul(x, kind))

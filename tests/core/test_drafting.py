@@ -229,9 +229,6 @@ class Model(Oracle):
         self.computed |= {(s.request.id, s.index) for s in sequences}
         return super().propose(sequences, counts)
 
-    def close(self) -> None:
-        self.computed.clear()
-
 
 class Terse(Oracle):
     """Says no more than that it is alike."""
@@ -244,6 +241,21 @@ class Untimed(StepTimes):
 
     def observe(self, tokens: int, seconds: float) -> None:
         assert tokens > 0 and seconds >= 0
+
+
+@pytest.mark.parametrize("kind", [Oracle, Model, Terse])
+def test_whatever_a_drafter_holds_goes_with_the_engine(kind: type[Oracle]) -> None:
+    class Holding(kind):  # type: ignore[valid-type, misc]  # made from a parameter
+        held = True
+
+        def close(self) -> None:
+            self.held = False
+
+    drafter = Holding({}, 1.0)
+    r = rig(speculation=Speculation(drafter, 3))
+    assert drafter.held
+    r.engine.shutdown()
+    assert not drafter.held
 
 
 def adaptive(
