@@ -25,18 +25,24 @@ OCTAVO_INLINE void with_rows(int rows, F &&f) {
 // --- register tiles ---
 
 // One row is bound by memory: ask for what comes a few lines later.
-constexpr int kAhead = 1024;
-OCTAVO_INLINE void prefetch(const void *p) { __builtin_prefetch(static_cast<const char *>(p) + kAhead, 0, 3); }
+constexpr int kNear = 1024;
+// So are the first rows that meet a panel, and beside the streams of many the processor loses sight of the weights'
+// by itself. Fewer do better unaided, and so do rows that find the panel in a cache.
+constexpr int kFar = 4096, kUnaided = 8;
+template <int AHEAD = kNear>
+OCTAVO_INLINE void prefetch(const void *p) {
+  __builtin_prefetch(static_cast<const char *>(p) + AHEAD, 0, 3);
+}
 
-template <int MR, class T>
+template <int MR, bool ASK, class T>  // ASK: for weights that come from memory
 OCTAVO_INLINE void float_tile(const float *a, int64_t lda, const T *b, int64_t k,
                               vf (&acc)[MR][kVectors]) {
   if constexpr (matrix::floats(MR)) return matrix::float_tile<MR>(a, lda, b, k, acc);
+  constexpr int line = W * int(sizeof(T)) < 64 ? 64 / (W * int(sizeof(T))) : 1;
   vf sum[MR][kVectors] = {};
   for (int64_t i = 0; i < k; ++i, b += kPanel) {
-    if constexpr (MR == 1)
-      for (int j = 0; j < kVectors; j += 64 / (W * int(sizeof(T))) > 0 ? 64 / (W * int(sizeof(T))) : 1)
-        prefetch(b + j * W);
+    if constexpr (ASK)
+      for (int j = 0; j < kVectors; j += line) prefetch<(MR > 1 ? kFar : kNear)>(b + j * W);
     vf w[kVectors];
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) w[j] = load(b + j * W);
@@ -217,19 +223,19 @@ struct PanelTile {
   const char *b;
   Ahead ahead;
 
-  template <int MR>
+  template <int MR, bool ASK>
   OCTAVO_INLINE void floats() const {
     const float *a = p.x + row * p.x_stride;
     vf acc[MR][kVectors];
     switch (p.w.format) {
       case OCTAVO_F32:
-        float_tile<MR>(a, p.x_stride, reinterpret_cast<const float *>(b), p.w.k, acc);
+        float_tile<MR, ASK>(a, p.x_stride, reinterpret_cast<const float *>(b), p.w.k, acc);
         break;
       case OCTAVO_BF16:
-        float_tile<MR>(a, p.x_stride, reinterpret_cast<const bf16 *>(b), p.w.k, acc);
+        float_tile<MR, ASK>(a, p.x_stride, reinterpret_cast<const bf16 *>(b), p.w.k, acc);
         break;
       default:
-        float_tile<MR>(a, p.x_stride, reinterpret_cast<const f16 *>(b), p.w.k, acc);
+        float_tile<MR, ASK>(a, p.x_stride, reinterpret_cast<const f16 *>(b), p.w.k, acc);
     }
     finish<MR>(p.w, p.e, panel, row, acc);
   }
@@ -254,15 +260,19 @@ struct PanelTile {
     finish<MR>(p.w, p.e, panel, row, acc);
   }
 };
-struct FloatTile : PanelTile {
+template <bool FIRST>
+struct AnyFloatTile : PanelTile {
   static constexpr int rows = kFloatRows;
+  typedef AnyFloatTile<true> First;
   template <int MR>
   __attribute__((noinline)) void operator()() const {
-    floats<MR>();
+    floats<MR, FIRST && (MR == 1 || MR > kUnaided)>();
   }
 };
+typedef AnyFloatTile<false> FloatTile;
 struct IntTile : PanelTile {
   static constexpr int rows = kIntRows;
+  typedef IntTile First;
   template <int MR>
   __attribute__((noinline)) void operator()() const {
     ints<MR>();
@@ -270,6 +280,7 @@ struct IntTile : PanelTile {
 };
 struct GroupTile : PanelTile {
   static constexpr int rows = kGroupRows;
+  typedef GroupTile First;
   template <int MR>
   __attribute__((noinline)) void operator()() const {
     groups<MR>();
@@ -286,7 +297,10 @@ void panel_rows(const Product &p, int64_t panel, int64_t row, int64_t end, int64
   Ahead ahead = {b + bytes, asks ? (bytes / 64 + stretches - 1) / stretches : 0};
   for (int64_t i = 0, at = row; i < tiles; ++i) {
     const int64_t n = (end - at + (tiles - i) - 1) / (tiles - i);
-    with_rows<T::rows>(int(n), T{{p, panel, at, b, ahead}});
+    if (i == 0)
+      with_rows<T::rows>(int(n), typename T::First{{p, panel, at, b, ahead}});
+    else
+      with_rows<T::rows>(int(n), T{{p, panel, at, b, ahead}});
     ahead.at += ahead.lines * 64 * (stretches / tiles);
     at += n;
   }
