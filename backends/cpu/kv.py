@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,13 +17,18 @@ from octavo.core import huge_pages
 if TYPE_CHECKING:
     from octavo.backends.cpu.ops import BoundStack
 
-AHEAD = 128 << 20
-"""Bytes behind the last block in use for which memory is asked ahead of time, at most."""
+READY, READY_SHARE = 512 << 20, 8
+"""Bytes for which memory is asked at the start, at most, and at most one of so many parts of the cache: a small one
+is not to take memory that it may never use."""
 
-AHEAD_SHARE = 16
-"""And at most one of so many parts of the cache: a small one is not to take memory that it may never use."""
+AHEAD, AHEAD_SHARE = 128 << 20, 16
+"""The same for what lies behind the last block in use: there a thread asks while steps run, and takes from them."""
 
-_PIECE = 4 << 20  # asked for at once
+_NICE = (
+    10  # of that thread: a thread of the step is not to wait for its time slice to end, up to 4 ms
+)
+
+_PIECE = 2 << 20  # asked for at once: meanwhile nobody else maps memory
 _WORTH = 16 << 20  # less is not worth a thread
 _LINE = 64
 _WAYS = 4096
@@ -41,7 +48,10 @@ class Region:
         if stride % _WAYS == 0:  # a layer's blocks would share the same few sets of every cache
             stride += _LINE
         self.data = huge_pages.empty(num_blocks * stride).view(num_blocks, stride)
-        self._ready = 0  # bytes asked for
+        size = self.data.nbytes
+        self._asked = 0  # bytes
+        self._start = min(READY, size // READY_SHARE)
+        self._ahead = min(AHEAD, size // AHEAD_SHARE)
         self._gives = True  # whether the system does when asked
         self._thread: threading.Thread | None = None
         self.use(0)
@@ -57,21 +67,23 @@ class Region:
         """No block behind `block` has been written yet: sees to memory for those that come next."""
         num_blocks, stride = self.data.shape
         size = num_blocks * stride
-        wanted = min(size, (block + 1) * stride + min(AHEAD, size // AHEAD_SHARE))
+        wanted = min(size, max(self._start, (block + 1) * stride + self._ahead))
         if not self._gives:
             return
-        left = wanted - self._ready
+        left = wanted - self._asked
         if left <= 0 or (left < _WORTH and wanted < size):
             return
         if self._thread is not None and self._thread.is_alive():
             return
-        begin, self._ready = self._ready, wanted
+        begin, self._asked = self._asked, wanted
         self._thread = threading.Thread(
             target=self._populate, args=(begin, wanted), name="octavo-kv-memory", daemon=True
         )
         self._thread.start()
 
     def _populate(self, begin: int, end: int) -> None:
+        if sys.platform == "linux":  # where it is a thread's own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         for at in range(begin, end, _PIECE):
             if not huge_pages.populate(self.data.data_ptr() + at, min(_PIECE, end - at)):
                 self._gives = False

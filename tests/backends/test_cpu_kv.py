@@ -89,7 +89,7 @@ def wait_for_threads() -> None:
 def test_memory_is_asked_for_ahead_of_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = asked(monkeypatch)
     block = 1 << 20
-    region = kv.Region(4096, block)
+    region = kv.Region(8192, block)
     stride, base = region.data.stride(0), region.data.data_ptr()
     wait_for_threads()
 
@@ -100,27 +100,35 @@ def test_memory_is_asked_for_ahead_of_the_last_block(monkeypatch: pytest.MonkeyP
             at += size
         return at - base
 
-    assert ready() == stride + kv.AHEAD
-    region.use(3)  # too little to ask for
+    assert ready() == kv.READY
+    first = (kv.READY - kv.AHEAD) // stride  # behind it there is less than what is kept ahead
+    region.use(first + 3)  # too little to ask for
     wait_for_threads()
-    assert ready() == stride + kv.AHEAD
-    region.use(40)
+    assert ready() == kv.READY
+    region.use(first + 40)
     wait_for_threads()
-    assert ready() == 41 * stride + kv.AHEAD
-    region.use(4095)
+    assert ready() == (first + 41) * stride + kv.AHEAD
+    region.use(8191)
     wait_for_threads()
-    assert ready() == 4096 * stride, "all there is, and no more"
+    assert ready() == 8192 * stride, "all there is, and no more"
     region.use(0)
     wait_for_threads()
-    assert ready() == 4096 * stride
+    assert ready() == 8192 * stride
 
 
 def test_a_small_cache_holds_little_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = asked(monkeypatch)
     region = kv.Region(400, 1 << 20)
     wait_for_threads()
-    stride = region.data.stride(0)
-    assert sum(size for _, size in spans) == stride + 400 * stride // 16
+    size = region.data.nbytes
+
+    def ready() -> int:
+        return sum(size for _, size in spans)
+
+    assert ready() == size // kv.READY_SHARE
+    region.use(300)
+    wait_for_threads()
+    assert ready() == 301 * region.data.stride(0) + size // kv.AHEAD_SHARE
 
 
 def test_a_system_that_cannot_be_asked_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
