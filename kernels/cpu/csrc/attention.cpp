@@ -53,17 +53,27 @@ bool last_chunk(Split &split) {
   return __atomic_sub_fetch(&split.left, 1, __ATOMIC_ACQ_REL) == 0;
 }
 
+// What the item at i + 1 reads first, of an item i that is a tile's.
+After after(const Plan &plan, int64_t i) {
+  const Item &next = plan.items[i + 1 < plan.items_n ? i + 1 : i];
+  const int32_t tile = next.tile < 0 ? plan.members[plan.shares[-1 - next.tile].first] : next.tile;
+  const Tile &t = plan.tiles[tile];
+  return {&t, next.chunk < 0 ? t.begin : max(t.begin, next.chunk * kChunk)};
+}
+
 template <class X, class C>
-void run_tile(const Problem &p, const Plan &plan, const Item &item, const Worker &w) {
+void run_tile(const Problem &p, const Plan &plan, int64_t i, const Worker &w) {
+  const Item &item = plan.items[i];
   const Tile &t = plan.tiles[item.tile];
   const int rows = t.queries * p.heads, n = chunks(t), first = first_chunk(t);
   const Own seen(p, t);
+  const After next = after(plan, i);
   load_queries<X>(p, t, w.q);
   if (item.chunk < 0) {
-    for (int i = 0; i < n; ++i) {
-      chunk<C>(p, t, seen, rows, w, first + i);
+    for (int c = 0; c < n; ++c) {
+      chunk<C>(p, t, next, seen, rows, w, first + c);
       if (n == 1) return store_rows<X>(p, t, w.now);  // what a merge into nothing would give
-      if (i == 0) clear(w.total, rows, p.width);
+      if (c == 0) clear(w.total, rows, p.width);
       merge(w.total, w.now, rows, p.width);
     }
     return store_rows<X>(p, t, w.total);
@@ -71,24 +81,25 @@ void run_tile(const Problem &p, const Plan &plan, const Item &item, const Worker
   Split &split = plan.splits[t.split];
   Worker mine = w;
   mine.now = rows_at(split.partial + (item.chunk - first) * plan.partial_floats, rows);
-  chunk<C>(p, t, seen, rows, mine, item.chunk);
+  chunk<C>(p, t, next, seen, rows, mine, item.chunk);
   if (last_chunk(split)) merge_split<X>(p, t, split, w, plan.partial_floats);
 }
 
 // One shared chunk for the rows of all members; each takes its part of the result along.
 template <class X, class C>
-void run_share(const Problem &p, const Plan &plan, const Item &item, const Worker &w) {
+void run_share(const Problem &p, const Plan &plan, int64_t i, const Worker &w) {
+  const Item &item = plan.items[i];
   const Share &share = plan.shares[-1 - item.tile];
   const int32_t *members = plan.members + share.first;
   int rows = 0;
-  for (int i = 0; i < share.count; ++i) {
-    const Tile &t = plan.tiles[members[i]];
+  for (int m = 0; m < share.count; ++m) {
+    const Tile &t = plan.tiles[members[m]];
     load_queries<X>(p, t, w.q + int64_t(rows) * p.s.head_size);
     rows += t.queries * p.heads;
   }
-  chunk<C>(p, plan.tiles[members[0]], All{}, rows, w, item.chunk);
-  for (int i = 0, row = 0; i < share.count; ++i) {
-    const Tile &t = plan.tiles[members[i]];
+  chunk<C>(p, plan.tiles[members[0]], after(plan, i), All{}, rows, w, item.chunk);
+  for (int m = 0, row = 0; m < share.count; ++m) {
+    const Tile &t = plan.tiles[members[m]];
     const int n = t.queries * p.heads;
     Split &split = plan.splits[t.split];
     const Rows to = rows_at(split.partial + item.chunk * plan.partial_floats, n);
@@ -114,15 +125,17 @@ int chunk_positions(const Tile &t, int c) {
   return min(t.end, (c + 1) * kChunk) - max(t.begin, c * kChunk);
 }
 
+// One KV head after the other: the tiles that read its keys and values find them in the L2 cache.
 template <class F>
 void each_tile(const Problem &p, int per_tile, F &&f) {
   for (int s = 0; s < p.s.sequences; ++s) {
     const int n = p.s.query_start[s + 1] - p.s.query_start[s], context = p.s.context_lens[s];
-    for (int first = 0; first < n; first += per_tile) {
-      const int queries = min(per_tile, n - first), end = context - n + first + queries;
-      const int begin = p.l.window ? max(0, context - n + first + 1 - p.l.window) : 0;
-      for (int h = 0; h < p.s.kv_heads; ++h) f(Tile{s, h, first, queries, begin, end, -1});
-    }
+    for (int h = 0; h < p.s.kv_heads; ++h)
+      for (int first = 0; first < n; first += per_tile) {
+        const int queries = min(per_tile, n - first), end = context - n + first + queries;
+        const int begin = p.l.window ? max(0, context - n + first + 1 - p.l.window) : 0;
+        f(Tile{s, h, first, queries, begin, end, -1});
+      }
   }
 }
 
@@ -171,13 +184,11 @@ bool find_shares(const Problem &p, Plan &plan, int32_t *slots, int slots_n) {
   return any;
 }
 
-// Longest first, by a counting sort over 64 classes of cost: the tail of the list is what evens out
-// the threads, so its pieces should be small.
+// Longest first, by a counting sort over powers of two: the tail of the list is what evens out the threads,
+// so its pieces should be small. Those of like cost stay in order, beside what reads the same keys and values.
 void sort_items(const Item *in, Item *out, int n) {
-  int64_t top = 1;
-  for (int i = 0; i < n; ++i) top = in[i].cost > top ? in[i].cost : top;
   int at[65] = {};
-  auto key = [&](const Item &i) { return 63 - int(i.cost * 63 / top); };
+  auto key = [](const Item &i) { return __builtin_clzll(uint64_t(i.cost) | 1); };
   for (int i = 0; i < n; ++i) ++at[key(in[i]) + 1];
   for (int k = 0; k < 64; ++k) at[k + 1] += at[k];
   for (int i = 0; i < n; ++i) out[at[key(in[i])]++] = in[i];
@@ -312,13 +323,11 @@ int run(const Problem &p, X *, C *) {
   if (!make_plan(p, plan)) return OCTAVO_NO_MEMORY;
   parallel(plan.items_n, 1, plan.threads, [&](int slot, int64_t begin, int64_t end) {
     const Worker w = worker_at(p, plan.workers + slot * plan.worker_floats, plan.rows);
-    for (int64_t i = begin; i < end; ++i) {
-      const Item &item = plan.items[i];
-      if (item.tile < 0)
-        run_share<X, C>(p, plan, item, w);
+    for (int64_t i = begin; i < end; ++i)
+      if (plan.items[i].tile < 0)
+        run_share<X, C>(p, plan, i, w);
       else
-        run_tile<X, C>(p, plan, item, w);
-    }
+        run_tile<X, C>(p, plan, i, w);
   });
   return OCTAVO_OK;
 }

@@ -12,7 +12,7 @@
 namespace OCTAVO_NS {
 namespace {
 
-constexpr int kTile = 64;    // positions per softmax update
+constexpr int kTile = 128;    // positions per softmax update
 constexpr int kChunk = 256;  // positions per partial result; the unit of work of a split tile
 constexpr int kGroup = 16;   // positions that are neighbours in memory: divides the block size
 constexpr int kGroups = kTile / kGroup;
@@ -31,8 +31,9 @@ constexpr int wide(int rows) { return rows <= 3 ? 4 : 2; }
 // --- the two matrix products of a tile ---
 
 // With few rows the cache is read once, block by scattered block, and memory is what limits: then
-// each loop also asks for the line that the next tile of positions will need at the same place.
+// each loop also asks for the line that it will need so many positions later at the same place.
 constexpr bool prefetches(int rows) { return rows < kMR; }
+constexpr int kAhead = 96;
 template <class T>  // vectors per cache line, for a loop over vectors of one group of positions
 constexpr int kLine = 16 / W;
 
@@ -98,7 +99,7 @@ void weighted(const float *p, const T *const *groups, const T *const *next, int6
 
 template <class T>
 struct Columns {  // of one tile of positions, as the cache has them or in float32
-  const T *k[kTile / W], *next_k[kTile / W];  // next_*: of the tile after it, to prefetch
+  const T *k[kTile / W], *next_k[kTile / W];  // next_*: what lies kAhead positions on, to prefetch
   const T *v[kGroups], *next_v[kGroups];
   int64_t ldk, ldv;
 };
@@ -170,6 +171,10 @@ struct Tile {  // some queries of one sequence, all heads of one KV head
   int32_t sequence, kv_head, first, queries;  // first: index of the first query in its sequence
   int32_t begin, end;                         // positions that at least one of its rows sees
   int32_t split;                              // where its partial results wait, or -1
+};
+struct After {  // what is read behind a tile's last position
+  const Tile *tile;
+  int32_t begin;
 };
 struct Rows {  // per row: running maximum, denominator, weighted sum [rows, width]
   float *m, *l, *o;
@@ -324,8 +329,8 @@ void convert_values(const Problem &p, const C *v, const C *next, int rows, float
 // whole vectors, are converted first, which pays when many rows read them. Columns outside point at
 // some valid memory.
 template <class C, class T>
-void find_columns(const Problem &p, const Tile &t, int t0, int begin, int end, const Worker &w,
-                  Columns<T> &c) {
+void find_columns(const Problem &p, const Tile &t, const After &after, int t0, int begin, int end,
+                  const Worker &w, Columns<T> &c) {
   constexpr bool direct = sizeof(C) == sizeof(T);
   constexpr int per_group = kGroup / W;
   const bool direct_v = direct && p.s.head_size_v == p.width;
@@ -335,8 +340,10 @@ void find_columns(const Problem &p, const Tile &t, int t0, int begin, int end, c
   for (int g = first; g < last; ++g) {
     const int position = t0 + g * kGroup;
     const Place<C> here = place<C>(p, t, position);
-    const Place<C> next =
-        position + kTile < t.end ? place<C>(p, t, position + kTile) : here;
+    const int ahead = position + kAhead, behind = ahead - t.end + after.begin;
+    const Place<C> next = ahead < t.end              ? place<C>(p, t, ahead)
+                          : behind < after.tile->end ? place<C>(p, *after.tile, behind / kGroup * kGroup)
+                                                     : here;
     const T *k, *next_k, *v, *next_v;
     if constexpr (direct) {
       k = here.k, next_k = next.k;
@@ -429,10 +436,10 @@ struct All {
 
 // Positions [t0 + begin, t0 + end), read through the block table of t, for rows of queries.
 template <class C, class T, class Seen>
-void attend(const Problem &p, const Tile &t, const Seen &seen, int rows, const Worker &w, int t0,
-            int begin, int end) {
+void attend(const Problem &p, const Tile &t, const After &after, const Seen &seen, int rows,
+            const Worker &w, int t0, int begin, int end) {
   Columns<T> c;
-  find_columns<C>(p, t, t0, begin, end, w, c);
+  find_columns<C>(p, t, after, t0, begin, end, w, c);
   const int d = p.s.head_size;
   int r = 0;
   for (; r + kMR <= rows; r += kMR)
@@ -453,15 +460,15 @@ void attend(const Problem &p, const Tile &t, const Seen &seen, int rows, const W
 
 // Chunk `index` of the positions [from, to) that t sees, into w.now.
 template <class C, class Seen>
-void chunk(const Problem &p, const Tile &t, const Seen &seen, int rows, const Worker &w,
-           int index) {
+void chunk(const Problem &p, const Tile &t, const After &after, const Seen &seen, int rows,
+           const Worker &w, int index) {
   clear(w.now, rows, p.width);
   const int from = max(t.begin, index * kChunk), to = min(t.end, (index + 1) * kChunk);
   for (int t0 = from / kTile * kTile; t0 < to; t0 += kTile)
     if (rows < kMR && p.s.head_size_v == p.width)
-      attend<C, C>(p, t, seen, rows, w, t0, max(from - t0, 0), min(to - t0, kTile));
+      attend<C, C>(p, t, after, seen, rows, w, t0, max(from - t0, 0), min(to - t0, kTile));
     else
-      attend<C, float>(p, t, seen, rows, w, t0, max(from - t0, 0), min(to - t0, kTile));
+      attend<C, float>(p, t, after, seen, rows, w, t0, max(from - t0, 0), min(to - t0, kTile));
 }
 
 int first_chunk(const Tile &t) { return t.begin / kChunk; }
