@@ -279,12 +279,14 @@ class Ctx:
     """All that a layer may use inside a step, passed down explicitly.
 
     weights: packed, by name. kv: layer i's handle at i, replaced by the one an op returns. meta: what
-    `Backend.prepare` made of the batch.
+    `Backend.prepare` made of the batch. logits_only: nothing reads what the last layer makes of rows whose
+    logits are not wanted, so `Ops.decoder_layers` may leave it out.
     """
 
     weights: Mapping[str, PackedWeight]
     kv: list[Handle]
     meta: Inputs
+    logits_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,9 @@ class Ops:
         raise NotImplementedError("no decoder_layer: `supports` was not asked")
 
     def decoder_layers(self, x: torch.Tensor, specs: Sequence[LayerSpec], ctx: Ctx) -> torch.Tensor:
-        """The same after several layers in order, for who offers this too. `specs` is the same object in
-        every step. Optional."""
+        """The same after all of a model's layers in order, for who offers this too. `specs` is the same object
+        in every step. With `ctx.logits_only` the rows of the result may be anything that are not among the
+        batch's `logits_rows`; what all rows write to the KV cache is still wanted. Optional."""
         raise NotImplementedError("no decoder_layers: `supports` was not asked")
 
     # KV cache: one opaque handle per layer; an op returns the handle to use from now on. The one it was

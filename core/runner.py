@@ -42,7 +42,7 @@ def forward_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]
     def forward(
         weights: Mapping[str, PackedWeight], kv: list[Handle], inputs: Inputs
     ) -> tuple[StepOut, list[Handle]]:
-        ctx = Ctx(weights, kv, inputs)
+        ctx = Ctx(weights, kv, inputs, logits_only=True)
         hidden = model.hidden(ctx)
         logits = model.logits(_wanted(hidden, inputs), ctx)
         return StepOut(logits=logits), ctx.kv

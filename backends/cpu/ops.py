@@ -69,6 +69,18 @@ def _arrays(meta: TorchInputs, group: int) -> tuple[Any, Any, Any, Any, Any]:
     return tables, batch.query_start, batch.context_lens, batch.slots[group], batch.positions
 
 
+def _tails(meta: TorchInputs) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+    """How many last rows of each sequence hold all its rows whose logits are wanted; None where that is all."""
+    if meta.logits_rows is None:
+        return None
+    batch = meta.batch
+    starts, rows = batch.query_start, batch.logits_rows
+    tails = np.zeros(len(starts) - 1, np.int32)
+    owner = np.searchsorted(starts, rows, side="right") - 1
+    np.maximum.at(tails, owner, starts[owner + 1] - rows)
+    return tails
+
+
 def _announce(region: kv.Region, slots: Any, block_size: int) -> None:
     """A step is about to write to these slots."""
     if len(slots):
@@ -102,12 +114,13 @@ COVERED = (
 @dataclass(slots=True)
 class BoundStack:
     """Layers bound to weights and caches for the kernel, what they were bound by, and the steps they
-    share: by KV group and shape, as filled for the inputs `meta`."""
+    share: by KV group and shape, as filled for the inputs `meta`. last: the last layer's step."""
 
     specs: LayerSpec | Sequence[LayerSpec]
     weights: Mapping[str, Any]
     stack: lib.LayerStack
     steps: list[tuple[int, lib.LayerStep, CpuKV]]
+    last: lib.LayerStep
     meta: TorchInputs
 
 
@@ -133,10 +146,11 @@ class CpuOps(Ops):
         return name in self.fusions and self._provider is None
 
     def decoder_layer(self, x: torch.Tensor, spec: LayerSpec, ctx: Ctx) -> torch.Tensor:
-        return self._run_layers(x, (spec,), spec, ctx)
+        return self._run_layers(x, (spec,), spec, ctx, None)
 
     def decoder_layers(self, x: torch.Tensor, specs: Sequence[LayerSpec], ctx: Ctx) -> torch.Tensor:
-        return self._run_layers(x, specs, specs, ctx)
+        tails = _tails(ctx.meta) if ctx.logits_only else None
+        return self._run_layers(x, specs, specs, ctx, tails)
 
     def _run_layers(
         self,
@@ -144,8 +158,9 @@ class CpuOps(Ops):
         specs: Sequence[LayerSpec],
         by: LayerSpec | Sequence[LayerSpec],
         ctx: Ctx,
+        tails: np.ndarray[Any, np.dtype[np.int32]] | None,
     ) -> torch.Tensor:
-        """`by` is what the bound layers are found again by."""
+        """`by` is what the bound layers are found again by, `tails` which rows are wanted after the last."""
         meta: TorchInputs = ctx.meta
         bound = ctx.kv[specs[0].layer].bound
         found = bound.get(id(by))
@@ -157,6 +172,7 @@ class CpuOps(Ops):
                 step.fill(*arrays)
                 _announce(handle.region, arrays[3], handle.block_size)
             found.meta = meta
+        found.last.keep_tails(tails)
         lib.decoder_layers(found.stack, x)
         return x
 
@@ -174,7 +190,7 @@ class CpuOps(Ops):
             mine.append(steps[key][0])
         layers = [self._bind(spec, ctx.kv[spec.layer], ctx.weights) for spec in specs]
         filled = [(key[0], step, handle) for key, (step, handle) in steps.items()]
-        return BoundStack(by, ctx.weights, lib.LayerStack(layers, mine), filled, ctx.meta)
+        return BoundStack(by, ctx.weights, lib.LayerStack(layers, mine), filled, mine[-1], ctx.meta)
 
     def _bind(self, spec: LayerSpec, handle: CpuKV, weights: Mapping[str, Any]) -> lib.DecoderLayer:
         return lib.DecoderLayer(

@@ -250,6 +250,7 @@ class LayerStep(ctypes.Structure):
         ("write", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
+        ("tails", ctypes.c_void_p),
     )
 
     def __init__(self, attention: AttentionStep, write: WriteStep, positions: HostArray) -> None:
@@ -260,6 +261,7 @@ class LayerStep(ctypes.Structure):
             write.address,
             host(positions, "positions", "int64", 1),
             len(positions),
+            None,
         )
         self.attention_step, self.write_step, self.keep = attention, write, positions
         self.address = ctypes.addressof(self)
@@ -278,6 +280,21 @@ class LayerStep(ctypes.Structure):
         self.positions = host(positions, "positions", "int64", 1)
         self.rows = len(positions)
         self.keep = positions
+        self.keep_tails(None)
+
+    def keep_tails(self, tails: HostArray | None) -> None:
+        """tails int32 [S]: how many last rows of each sequence are wanted of the last layer; the others of x are
+        undefined after it. None: all are wanted, as after `fill`.
+
+        Raises:
+            ValueError: not a number for each sequence. One that is larger than its sequence is refused when the
+                layers run.
+        """
+        sequences = self.attention_step.sequences
+        if tails is not None and len(tails) != sequences:
+            raise ValueError(f"{sequences} sequences need as many tails, not {len(tails)}")
+        self.tails = None if tails is None else host(tails, "tails", "int32", 1)
+        self.tails_array = tails
 
 
 class LayerStack:

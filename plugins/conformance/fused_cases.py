@@ -117,7 +117,8 @@ def whole_layer(subject: Subject, dice: Dice, dtype: str, kv_dtype: str, window:
 
 
 def several_layers(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> Finding:
-    """decoder_layers: the bits of decoder_layer one after the other, also in the step after."""
+    """decoder_layers: the bits of decoder_layer one after the other, also in the step after, and of the rows
+    whose logits are wanted where it may leave out the others."""
     made = Layer(subject, dice, dtype, 0, dice.random() < 0.5, "silu")
     specs = tuple(dataclasses.replace(made.layer.spec, layer=i) for i in range(LAYERS))
     fused, ops = made.layer.fused, subject.ops
@@ -138,14 +139,17 @@ def several_layers(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> F
             for spec in specs:
                 one = fused(one, spec, ctx)
             meant = get(one[: batch.num_tokens])
-            # The same slots once more, with the same keys and values.
-            ctx = Ctx(made.weights, ctx.kv, subject.prepare(batch))
-            out = ops.decoder_layers(subject.put(x, kind), specs, ctx)
+            # The same slots twice more, with the same keys and values.
+            for logits_only in (False, True):
+                ctx = Ctx(made.weights, ctx.kv, subject.prepare(batch), logits_only)
+                out = get(ops.decoder_layers(subject.put(x, kind), specs, ctx))
+                rows = batch.logits_rows if logits_only else np.arange(batch.num_tokens)
+                demand(
+                    np.array_equal(out[rows], meant[rows]),
+                    "decoder_layers gives other bits than decoder_layer one after the other"
+                    + (", where only rows of logits are wanted" if logits_only else ""),
+                )
             cache.handles = ctx.kv
-            demand(
-                np.array_equal(get(out[: batch.num_tokens]), meant),
-                "decoder_layers gives other bits than decoder_layer one after the other",
-            )
     demand(len(cache.handles) == LAYERS, "decoder_layers lost a handle")
     return Finding()
 

@@ -48,18 +48,20 @@ def bits(folder: Path, ops: type[Ops], monkeypatch: pytest.MonkeyPatch, **option
     calls.clear()
     config = {"device": "cpu", "num_kv_blocks": 40, "max_num_batched_tokens": 24} | options
     engine = build_engine(EngineConfig(model=str(folder), **config))
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
     for i, length in enumerate((40, 1, 17)):
+        params = SamplingParams(
+            temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1 if i == 2 else None
+        )
         engine.add(Request(id=str(i), prompt_token_ids=prompt_of(length, i), params=params))
     found: dict[str, list[tuple[int, str]]] = {}
     while engine.has_unfinished():
         for update in engine.step():
-            for entry in update.logprobs or ():
+            for entry in (*(update.logprobs or ()), *(update.prompt_logprobs or ())):
                 found.setdefault(update.request_id, []).append(
                     (entry.token_id, entry.logprob.hex())
                 )
     engine.shutdown()
-    assert sum(map(len, found.values())) == 18
+    assert sum(map(len, found.values())) == 18 + 16
     return found
 
 
@@ -97,6 +99,7 @@ def test_the_fused_layer_gives_the_same_bits(
     fused = bits(tmp_path, Fused, monkeypatch, **NUMBERS[numbers])
     assert set(calls) == {"decoder_layer"}
     assert fused == single
+    assert bits(tmp_path, CpuOps, monkeypatch, **NUMBERS[numbers]) == single
 
 
 def test_a_closed_engine_lets_cache_and_weights_go(tmp_path: Path) -> None:

@@ -34,18 +34,22 @@ struct Buffers {
   char *codes;
 };
 
+// From row to row of what a product reads: an odd number of cache lines. Rows a power of two apart would all fall on
+// few of the cache's sets, and throw each other out.
+int64_t apart(int64_t width) { return ((width + 15) / 16 | 1) * 16; }
+
 int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The layer's product w of x, which is [rows, w.k] float32: quantised first if w is.
+// The layer's product w of x, which is [rows, w.k] float32 with rows `apart`: quantised first if w is.
 void product(const octavo_weight &w, const float *x, int64_t rows, char *codes, const Epilogue &e) {
   octavo::Laps laps;
   if (!is_integer(w)) {
-    multiply(w, x, w.k, nullptr, rows, e);
+    multiply(w, x, apart(w.k), nullptr, rows, e);
     return laps(OCTAVO_LINEAR);
   }
   const Quantized q = quantized_at(w, rows, codes);
   over_rows(rows, w.k, [&](int, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) quantize_row(x + i * w.k, w.k, q, i);
+    for (int64_t i = begin; i < end; ++i) quantize_row(x + i * apart(w.k), w.k, q, i);
   });
   laps(OCTAVO_QUANTIZE);
   multiply(w, nullptr, 0, &q, rows, e);
@@ -61,13 +65,13 @@ void normed_product(const octavo_layer &l, const float *norm, const octavo_weigh
   if (integer) q = quantized_at(w, rows, b.codes);
   over_rows(rows, w.k, [&](int slot, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      float *normed = b.normed + (integer ? slot : i) * w.k;
+      float *normed = b.normed + (integer ? slot : i) * apart(w.k);
       norm_row(normed, x + i * w.k, norm, w.k, l.eps, l.norm_offset);
       if (integer) quantize_row(normed, w.k, q, i);
     }
   });
   laps(OCTAVO_NORM);
-  multiply(w, b.normed, w.k, integer ? &q : nullptr, rows, e);
+  multiply(w, b.normed, apart(w.k), integer ? &q : nullptr, rows, e);
   laps(OCTAVO_LINEAR);
 }
 
@@ -94,9 +98,55 @@ void rotate_and_store(const octavo_layer &l, const octavo_layer_step &step, floa
   });
 }
 
+// The rows that a step's tails name, one behind the other.
+struct Tails {
+  const octavo_attention_step &whole;
+  const int32_t *tails;
+  int32_t *start;  // [sequences + 1], of the rows here
+
+  // f(row here, row in the step, how many)
+  template <class F>
+  void each(F &&f) const {
+    for (int s = 0; s < whole.sequences; ++s)
+      if (tails[s] > 0) f(start[s], whole.query_start[s + 1] - tails[s], tails[s]);
+  }
+  int64_t count() const {
+    start[0] = 0;
+    for (int s = 0; s < whole.sequences; ++s) start[s + 1] = start[s] + tails[s];
+    return start[whole.sequences];
+  }
+};
+
+void copy_rows(float *to, const float *from, int64_t rows, int64_t width) {
+  __builtin_memcpy(to, from, size_t(rows * width) * sizeof(float));
+}
+
+// A layer from the keys and values in the cache on: attention, and the feed-forward, added to x.
+int finish_layer(const octavo_layer &l, octavo_attention_step a, float *x, int64_t rows, const Buffers &b) {
+  octavo::Laps laps;
+  a.out_row_stride = apart(l.out.k);
+  const int status = paged_attention(&a, &l.attention, b.mixed, b.qkv, l.k_cache, l.v_cache);
+  if (status) return status;
+  laps(OCTAVO_ATTENTION);
+  Epilogue e = {x, l.qkv.k};
+  e.bias = l.out_bias;
+  e.add = true;
+  product(l.out, b.mixed, rows, b.codes, e);
+
+  e = {b.middle, apart(l.down.k)};
+  e.bias = l.gate_up_bias;
+  e.act = l.act;
+  normed_product(l, l.norm_2, l.gate_up, x, rows, b, e);
+  e = {x, l.qkv.k};
+  e.bias = l.down_bias;
+  e.add = true;
+  product(l.down, b.middle, rows, b.codes, e);
+  return OCTAVO_OK;
+}
+
 }  // namespace
 
-int run_layer(const octavo_layer &l, const octavo_layer_step &step, float *x, const Turn *turn) {
+int run_layer(const octavo_layer &l, const octavo_layer_step &step, float *x, const Turn *turn, bool last) {
   const octavo_attention_step &a = *step.attention;
   const int64_t rows = step.rows, hidden = l.qkv.k;
   if (!valid(l.qkv) || !valid(l.out) || !valid(l.gate_up) || !valid(l.down) || !l.gate_up.gated ||
@@ -111,15 +161,18 @@ int run_layer(const octavo_layer &l, const octavo_layer_step &step, float *x, co
   for (const octavo_weight *w : weights)
     if (is_integer(*w)) codes = max(codes, quantized_bytes(*w, rows));
   // q, k and v are dead when the feed-forward's middle is made.
-  const int64_t shared = max(l.qkv.n, l.down.k);
+  const int64_t shared = max(l.qkv.n, apart(l.down.k));
+  const int64_t normed = rows * apart(hidden), mixed = rows * apart(l.out.k);
   auto floats = [](int64_t n) { return (n + 15) & ~int64_t(15); };
+  const bool some = last && step.tails;
+  const int64_t kept = some ? floats(rows * hidden) + floats(a.sequences + 1) : 0;
   char *memory = static_cast<char *>(octavo::scratch(
-      size_t(codes + 4 * (floats(rows * hidden) + floats(rows * shared) + floats(rows * l.out.k))), 1));
+      size_t(codes + 4 * (normed + floats(rows * shared) + mixed + kept)), 1));
   if (!memory) return OCTAVO_NO_MEMORY;
   Buffers b;
   b.codes = memory;
   b.normed = reinterpret_cast<float *>(memory + codes);
-  b.qkv = b.middle = b.normed + floats(rows * hidden);
+  b.qkv = b.middle = b.normed + normed;
   b.mixed = b.qkv + floats(rows * shared);
 
   Epilogue e = {b.qkv, l.qkv.n};
@@ -129,27 +182,36 @@ int run_layer(const octavo_layer &l, const octavo_layer_step &step, float *x, co
   rotate_and_store(l, step, b.qkv);
   if (turn) turn->wrote();
   laps(OCTAVO_ROTARY_AND_KV);
-  const int status = paged_attention(&a, &l.attention, b.mixed, b.qkv, l.k_cache, l.v_cache);
-  if (status) return status;
-  laps(OCTAVO_ATTENTION);
-  e = {x, hidden};
-  e.bias = l.out_bias;
-  e.add = true;
-  product(l.out, b.mixed, rows, b.codes, e);
+  if (!some) return finish_layer(l, a, x, rows, b);
 
-  e = {b.middle, l.down.k};
-  e.bias = l.gate_up_bias;
-  e.act = l.act;
-  normed_product(l, l.norm_2, l.gate_up, x, rows, b, e);
-  e = {x, hidden};
-  e.bias = l.down_bias;
-  e.add = true;
-  product(l.down, b.middle, rows, b.codes, e);
-  return OCTAVO_OK;
+  float *const mine = b.mixed + mixed;
+  const Tails tails = {a, step.tails, reinterpret_cast<int32_t *>(mine + floats(rows * hidden))};
+  const int64_t count = tails.count();
+  if (count == 0) return OCTAVO_OK;
+  octavo_attention_step few = a;
+  few.query_start = tails.start;
+  // Rows only move to the front, in order. Keys and values are in the cache: queries alone go along.
+  const int64_t queries = int64_t(a.q_heads) * a.head_size;
+  tails.each([&](int64_t to, int64_t from, int64_t n) {
+    copy_rows(mine + to * hidden, x + from * hidden, n, hidden);
+    for (int64_t i = 0; i < n && to != from; ++i)
+      copy_rows(b.qkv + (to + i) * l.qkv.n, b.qkv + (from + i) * l.qkv.n, 1, queries);
+  });
+  const int status = finish_layer(l, few, mine, count, b);
+  tails.each([&](int64_t at, int64_t row, int64_t n) { copy_rows(x + row * hidden, mine + at * hidden, n, hidden); });
+  return status;
+}
+
+bool tails_fit(const octavo_layer_step &step) {
+  const octavo_attention_step &a = *step.attention;
+  for (int s = 0; step.tails && s < a.sequences; ++s)
+    if (step.tails[s] < 0 || step.tails[s] > a.query_start[s + 1] - a.query_start[s]) return false;
+  return true;
 }
 
 int decoder_layer(const octavo_layer *layer, const octavo_layer_step *step, float *x) {
-  return run_layer(*layer, *step, x, nullptr);
+  if (!tails_fit(*step)) return OCTAVO_BAD_ARGUMENT;
+  return run_layer(*layer, *step, x, nullptr, true);
 }
 
 }  // namespace OCTAVO_NS

@@ -20,7 +20,10 @@ struct Turn {
   }
 };
 
-// turn: null for the one that has all rows.
-int run_layer(const octavo_layer &l, const octavo_layer_step &step, float *x, const Turn *turn);
+// Whether a step's tails, if it has some, are rows of its sequences.
+bool tails_fit(const octavo_layer_step &step);
+
+// turn: null for the one that has all rows. last: nothing comes after it, so that of x only step.tails are made.
+int run_layer(const octavo_layer &l, const octavo_layer_step &step, float *x, const Turn *turn, bool last);
 
 }  // namespace OCTAVO_NS

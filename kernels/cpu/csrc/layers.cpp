@@ -141,19 +141,24 @@ struct Part {
 int32_t *make_part(const octavo_layer_step &whole, const Group &g, Part *part, int32_t *ints) {
   octavo_attention_step &a = part->attention;
   a = *whole.attention;
-  int32_t *start = ints, *context = ints + g.sequences + 1;
+  int32_t *start = ints, *context = start + g.sequences + 1, *tails = context + g.sequences;
   for (int i = 0; i <= g.sequences; ++i) {
     const int64_t row = a.query_start[g.first + i] - g.row;
     start[i] = int32_t(row < 0 ? 0 : row < g.rows ? row : g.rows);
   }
   for (int i = 0; i < g.sequences; ++i) context[i] = a.context_lens[g.first + i];
   if (g.beyond) context[g.sequences - 1] -= g.beyond;
+  for (int i = 0; whole.tails && i < g.sequences; ++i) {
+    const int32_t rows = start[i + 1] - start[i];
+    const int32_t tail = whole.tails[g.first + i] - (i + 1 < g.sequences ? 0 : int32_t(g.beyond));
+    tails[i] = tail < 0 ? 0 : tail < rows ? tail : rows;
+  }
   a.block_tables += g.first * a.table_stride;
   a.query_start = start, a.context_lens = context, a.sequences = g.sequences;
   part->write = *whole.write;
   part->write.slots += g.row, part->write.tokens = g.rows;
-  part->step = {&part->attention, &part->write, whole.positions + g.row, g.rows};
-  return context + g.sequences;
+  part->step = {&part->attention, &part->write, whole.positions + g.row, g.rows, whole.tails ? tails : nullptr};
+  return tails + g.sequences;
 }
 
 struct Stack {
@@ -165,7 +170,7 @@ struct Stack {
 
 int in_order(const Stack &s) {
   for (int64_t i = 0; i < s.count; ++i)
-    if (const int status = run_layer(*s.layers[i], *s.steps[i], s.x, nullptr)) return status;
+    if (const int status = run_layer(*s.layers[i], *s.steps[i], s.x, nullptr, i + 1 == s.count)) return status;
   return OCTAVO_OK;
 }
 
@@ -184,6 +189,7 @@ int decoder_layers(const octavo_layer *const *layers, const octavo_layer_step *c
   const Stack stack = {layers, steps, count, x};
   if (count < 1) return OCTAVO_OK;
   const octavo_layer_step &whole = *steps[0];
+  if (!tails_fit(*steps[count - 1])) return OCTAVO_BAD_ARGUMENT;
   const int threads = octavo::max_threads();
   const int wanted = groups_for(whole.rows, threads);
   if (wanted < 2 || whole.attention->query_start[0] != 0) return in_order(stack);
@@ -207,7 +213,7 @@ int decoder_layers(const octavo_layer *const *layers, const octavo_layer_step *c
     if (k == kMostSteps) return in_order(stack);
     if (k == kinds_n) kinds[kinds_n++] = steps[i];
   }
-  const int64_t ints = 2 * (whole.attention->sequences + 2 * found) + found;
+  const int64_t ints = 3 * (whole.attention->sequences + 2 * found) + found;
   const int64_t writers = 2 * whole.rows + 1;
   char *memory = static_cast<char *>(octavo::scratch(
       size_t(kinds_n * (found * int64_t(sizeof(Part)) + 4 * ints)) + size_t(writers) * sizeof(Writers::Entry), 3));
@@ -230,7 +236,7 @@ int decoder_layers(const octavo_layer *const *layers, const octavo_layer_step *c
       for (int64_t i = 0; i < count && !status[g]; ++i) {
         turn.layer = int(i);
         const Part &part = parts[kind_of(steps[i]) * found + g];
-        status[g] = run_layer(*layers[i], part.step, x + groups[g].row * hidden, &turn);
+        status[g] = run_layer(*layers[i], part.step, x + groups[g].row * hidden, &turn, i + 1 == count);
       }
       if (status[g]) octavo::reach(written[g], int(count));  // nobody waits for what does not come
     }

@@ -152,6 +152,8 @@ typedef struct { /* what holds for every layer of one step; q, k and v are colum
   const octavo_write_step *write;
   const int64_t *positions; /* [rows], negative for padding */
   int64_t rows;
+  const int32_t *tails; /* [sequences] or NULL: of the last layer's x only so many last rows of each sequence
+                           are wanted; the others, and padding's, are undefined then */
 } octavo_layer_step;
 /* x [rows, hidden], contiguous float32: the residual stream, in place. */
 OCTAVO_API int octavo_decoder_layer(const octavo_layer *layer, const octavo_layer_step *step,

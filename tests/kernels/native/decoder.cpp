@@ -86,7 +86,7 @@ void test_decoder_layer(Report &r) {
       const octavo_attention_step attention = {tables, start, context, 3, kHeads * kHead, kQkv, 2, OCTAVO_F32,
                                                kv_dtype, kHeads, kKvHeads, kHead, kHead, kBlock, 0, 0};
       const octavo_write_step write = {slots.data(), rows, kQkv, kQkv, OCTAVO_F32, kv_dtype, kKvHeads, kHead, kHead, kBlock, 0, 0};
-      const octavo_layer_step step = {&attention, &write, positions.data(), rows};
+      const octavo_layer_step step = {&attention, &write, positions.data(), rows, nullptr};
       const size_t cache = size_t(kBlocks) * kKvHeads * kHead * kBlock;
       Array k[2] = {Array::normal(random, cache, kv_dtype), Array()}, v[2] = {Array::normal(random, cache, kv_dtype), Array()};
       Array x[2] = {Array::normal(random, rows * kHidden), Array()};
@@ -150,7 +150,7 @@ struct ManyRows {
                  block_elements, block_elements};
     write = {slots.data(), rows, kQkv, kQkv, OCTAVO_F32, kv_dtype, kKvHeads, kHead, kHead, kBlock,
              block_elements, block_elements};
-    step = {&attention, &write, positions.data(), rows};
+    step = {&attention, &write, positions.data(), rows, nullptr};
   }
   ManyRows(const ManyRows &) = delete;
 
@@ -158,6 +158,41 @@ struct ManyRows {
     l.k_cache = region.at(i * layer_elements), l.v_cache = region.at(i * layer_elements + k_elements);
   }
 };
+
+// Where only the last rows of sequences are wanted, those are the ones of all rows, and so is the cache.
+void test_tails(Report &r, const octavo_layer *const *all, const octavo_layer_step *const *steps, ManyRows &many,
+                std::vector<octavo_layer> &own, const Array &x, const Array &cache, const Array &all_x,
+                const Array &all_cache, Array &region) {
+  const int sequences = many.attention.sequences;
+  Array out;
+  auto run = [&](const std::vector<int32_t> &tails) {
+    out = x, region = cache;
+    for (int i = 0; i < kLayers; ++i) many.place(own[i], i, region);
+    many.step.tails = tails.data();
+    const int status = octavo_decoder_layers(all, steps, kLayers, out.floats());
+    many.step.tails = nullptr;
+    return status;
+  };
+  for (int kind = 0; kind < 4; ++kind) {  // none, the last of each, all of each, any number of some
+    std::vector<int32_t> tails;
+    for (int s = 0; s < sequences; ++s) {
+      const int rows = many.start[s + 1] - many.start[s];
+      tails.push_back(kind == 0 ? 0 : kind == 1 ? 1 : kind == 2 ? rows : s * 7 % (rows + 1));
+    }
+    r.that(!run(tails), "status");
+    r.that(region == all_cache, "tails of kind %d write another cache", kind);
+    for (int s = 0; s < sequences; ++s) {
+      const int64_t from = int64_t(many.start[s + 1] - tails[s]) * kHidden;
+      r.that(!std::memcmp(out.floats() + from, all_x.floats() + from, size_t(tails[s]) * kHidden * 4),
+             "tails of kind %d: other bits in sequence %d", kind, s);
+    }
+  }
+  std::vector<int32_t> wrong(sequences, 1);
+  for (int number : {-1, 2}) {
+    wrong[0] = number;
+    r.that(run(wrong) == OCTAVO_BAD_ARGUMENT, "a tail of %d rows of one is refused", number);
+  }
+}
 
 }  // namespace
 
@@ -172,7 +207,7 @@ void test_decoder_layers(Report &r) {
       ManyRows many(random, kv_dtype, backwards);
       // The same step described twice: layers of different KV groups have one each.
       const octavo_attention_step also_attention = many.attention;
-      const octavo_layer_step also = {&also_attention, &many.write, many.positions.data(), many.step.rows};
+      octavo_layer_step also = {&also_attention, &many.write, many.positions.data(), many.step.rows, nullptr};
       const octavo_layer_step *const steps[] = {&many.step, &also, &many.step};
       const int64_t rows = many.step.rows;
       Array region[2] = {Array::normal(random, kManyBlocks * many.block_elements, kv_dtype), Array()};
@@ -197,6 +232,7 @@ void test_decoder_layers(Report &r) {
         r.that(region[0] == region[1], "%s: all layers in one call write another cache", name_of(format));
       }
       r.saw(x[0].data(), size_t(rows - 1) * kHidden * 4);
+      test_tails(r, all, steps, many, own, first, cache, x[1], region[1], region[0]);
       // A layer that cannot be run: nobody waits for it.
       own[1].down.k = kMiddle / 2;
       r.that(octavo_decoder_layers(all, steps, kLayers, x[0].floats()) == OCTAVO_BAD_ARGUMENT, "a wrong shape is refused");

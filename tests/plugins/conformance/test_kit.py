@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import broken_backends
 import pytest
 from broken_backends import Awkward, CompiledOnly, with_ops
 
+from octavo.backends.cpu.backend import CpuBackend
+from octavo.backends.cpu.ops import CpuOps
 from octavo.plugins import Backend
 from octavo.plugins.conformance.run import catalogue, check, run_case
 from octavo.plugins.conformance.scorecard import Result
@@ -362,6 +365,22 @@ def test_an_interpreted_device_gets_fewer_and_smaller_checks_of_every_kind() -> 
         "decoder_layers",
         "store_packed",
     }
+
+
+def test_rows_of_logits_that_all_layers_leave_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneTooFew(CpuOps):
+        def decoder_layers(self, x: Any, specs: Any, ctx: Any) -> Any:
+            out = super().decoder_layers(x, specs, ctx)
+            if ctx.logits_only:
+                out[ctx.meta.batch.logits_rows[-1]] += 1
+            return out
+
+    monkeypatch.setattr(CpuBackend, "ops", lambda self, device: OneTooFew())
+    subject = Subject(CpuBackend(), "cpu")
+    cases = [c for c in catalogue(subject) if c.op == "decoder_layers" and c.number == 0]
+    found = [run_case(subject, c) for c in cases]
+    assert cases and {r.state for r in found} == {"failed"}
+    assert all("where only rows of logits are wanted" in r.detail for r in found)
 
 
 @pytest.mark.parametrize("word", ["cpu", "reference"])
