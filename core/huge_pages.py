@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,41 @@ def populate(address: int, nbytes: int) -> bool:
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     size = ctypes.c_size_t(address + nbytes - begin)
     return not ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), size, _POPULATE_WRITE)
+
+
+class Recycled:
+    """Memory for large results that come anew in every step: what no tensor lies in any longer is handed out again.
+    An allocator gives such memory back each time, and the system clears every page of the next."""
+
+    LEAST, MOST = 1 << 20, 64 << 20
+    """Bytes of a tensor that is worth it; and of one that is too rare and large to be kept for the next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Each with who holds it: a view that the tensor's storage keeps alive.
+        self._kept: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
+
+    def empty(self, rows: int, columns: int) -> torch.Tensor:
+        """A float32 tensor [rows, columns] of any values."""
+        import torch
+
+        nbytes = rows * columns * 4
+        if not available() or not self.LEAST <= nbytes <= self.MOST:
+            return torch.empty(rows, columns)
+        with self._lock:
+            free = [memory for memory, holder in self._kept if holder() is None]
+            fitting = [memory for memory in free if len(memory) >= nbytes + PAGE]
+            if fitting:
+                taken = fitting[-1]
+                self._kept = [kept for kept in self._kept if kept[0] is not taken]
+            else:  # what is free is too small for what is asked for now
+                taken = _mapped(nbytes + nbytes // 4)
+                self._kept = [kept for kept in self._kept if kept[1]() is not None]
+            view = memoryview(taken)
+            self._kept.append((taken, weakref.ref(view)))
+        whole = torch.frombuffer(view, dtype=torch.uint8)
+        start = -whole.data_ptr() % PAGE
+        return whole[start : start + nbytes].view(torch.float32).view(rows, columns)
 
 
 def _mapped(nbytes: int) -> mmap.mmap:

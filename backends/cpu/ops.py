@@ -141,6 +141,7 @@ class CpuOps(Ops):
     def __init__(self, provider: Provider | None = None) -> None:
         """provider: a library whose products stand in for the kernels' where weights have its format."""
         self._provider = provider
+        self._results = huge_pages.Recycled()
 
     def supports(self, name: str, spec: LayerSpec) -> bool:
         return name in self.fusions and self._provider is None
@@ -275,7 +276,7 @@ class CpuOps(Ops):
         if isinstance(weight, ProvidedWeight):
             result = weight.product(x)
             return result if bias is None else result.add_(bias)
-        out = torch.empty(x.shape[0], weight.n)
+        out = self._results.empty(x.shape[0], weight.n)  # a step's logits are large
         lib.linear(out, x, weight, bias)
         return out
 

@@ -68,3 +68,48 @@ def test_huge_pages_are_asked_for() -> None:
     assert " hg" in flags
     large.fill_(3)
     assert bool((large == 3).all())
+
+
+@pytest.mark.usefixtures("system")
+def test_results_in_use_lie_apart() -> None:
+    recycled = huge_pages.Recycled()
+    held = [recycled.empty(rows, 49152) for rows in (1, 64, 16, 64, 400)]
+    for i, result in enumerate(held):
+        assert result.dtype == torch.float32 and result.shape == ((1, 64, 16, 64, 400)[i], 49152)
+        result.fill_(i)
+    for i, result in enumerate(held):
+        assert bool((result == i).all())
+
+
+def test_memory_of_results_that_nobody_holds_is_handed_out_again() -> None:
+    if not huge_pages.available():
+        pytest.skip("results are the allocator's")
+    recycled = huge_pages.Recycled()
+    first = recycled.empty(64, 49152)
+    at = first.data_ptr()
+    rows = first[3:5]  # whoever holds a part holds the whole
+    del first
+    gc.collect()
+    rows.fill_(7)
+    second = recycled.empty(64, 49152).fill_(1)
+    assert second.data_ptr() != at and bool((rows == 7).all())
+    row = rows.numpy()[0]
+    del rows
+    gc.collect()
+    third = recycled.empty(64, 49152).fill_(2)
+    assert third.data_ptr() != at and bool((row == 7).all())
+    del row, third
+    gc.collect()
+    places = {recycled.empty(rows, 49152).data_ptr() for rows in range(64, 20, -1)}
+    assert len(places) == 1 and second.data_ptr() not in places
+
+
+def test_memory_of_results_is_let_go_where_larger_ones_follow() -> None:
+    if not huge_pages.available():
+        pytest.skip("results are the allocator's")
+    recycled = huge_pages.Recycled()
+    for rows in range(8, 320, 8):  # each is dropped at once
+        recycled.empty(rows, 49152)
+    assert len(recycled._kept) == 1
+    largest = recycled.empty(400, 49152)  # too large to keep
+    assert len(recycled._kept) == 1 and largest.numel() == 400 * 49152
