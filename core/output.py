@@ -66,6 +66,7 @@ class _Sample:
         "stops",
         "text",
         "timings",
+        "unread",
     )
 
     def __init__(
@@ -75,6 +76,7 @@ class _Sample:
         prompt_ids: list[int],
         params: SamplingParams,
         shown_special: Collection[int],
+        at_end: bool,
     ) -> None:
         self.index = index
         self.detokenizer = (
@@ -85,6 +87,8 @@ class _Sample:
         self.stops = (
             StopChecker(params.stops, params.include_stop_str_in_output) if params.stops else None
         )
+        # Tokens whose text nobody asks for before the last of them, where no stop string has to be found in it.
+        self.unread: list[int] | None = [] if at_end and self.stops is None else None
         self.min_tokens = params.min_tokens
         self.count = 0
         self.ids: list[int] = []
@@ -110,7 +114,9 @@ class _Sample:
         if self.detokenizer is not None:
             # The token that made the engine stop is counted but is no part of the text.
             shown = ids[:-1] if stopped and hide_stop_token else ids
-            if self.stops is None:
+            if self.unread is not None:
+                self.unread += shown
+            elif self.stops is None:
                 self.fresh_text.append(self.detokenizer.push(shown))
             else:
                 used, matched = self._push_until_stop(shown, len(ids))
@@ -146,6 +152,8 @@ class _Sample:
 
     def _flush(self) -> str | None:
         assert self.detokenizer is not None
+        if self.unread:
+            self.fresh_text.append(self.detokenizer.push(self.unread))
         rest = self.detokenizer.flush()
         if self.stops is None:
             self.fresh_text.append(rest)
@@ -228,7 +236,10 @@ class _Entry:
         count = params.width if self.best_of else params.n
         if self.best_of:
             self.kind = RequestOutputKind.FINAL_ONLY
-        self.samples = [_Sample(i, tokenizer, ids, params, shown_special) for i in range(count)]
+        at_end = self.kind is RequestOutputKind.FINAL_ONLY
+        self.samples = [
+            _Sample(i, tokenizer, ids, params, shown_special, at_end) for i in range(count)
+        ]
         self.open = count
         self.prompt_logprobs: list[LogprobsAt | None] | None = None
         self.cached = 0

@@ -63,6 +63,19 @@ def test_cumulative_and_final_outputs_agree() -> None:
     assert final[0].outputs[0] == outputs[-1].outputs[0]
 
 
+@pytest.mark.parametrize("reason", ["length", "abort", "stop"])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_final_output_has_the_text_of_all_that_came(reason: str, cut: int) -> None:
+    """Also of what ended inside a character, and where the last update brings no token."""
+    ids = ids_of("散🙂é")[: -cut or None]
+    updates = [*(update([t]) for t in ids), update([], reason)]
+    texts = {}
+    for kind in (DELTA, FINAL):
+        outputs, _ = drive(make(output_kind=kind), updates)
+        texts[kind] = "".join(output.outputs[0].text for output in outputs)
+    assert texts[DELTA] == texts[FINAL] == ("散🙂\ufffd" if cut else "散🙂é")
+
+
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("kind", [DELTA, FINAL])
 def test_a_stop_string_ends_the_sample_where_it_begins(
