@@ -312,6 +312,7 @@ void run(const Product &p, int64_t rows) {
   const int threads = octavo::max_threads();
   const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock;
   int64_t grain = kPieceBytes / (bytes * (rows < 16 ? rows : 16)) + 1;
+  if (is_integer(p.w) && grain < 8) grain = 8;
   const int64_t fair = n * blocks / (threads * 8);
   if (grain > fair) grain = fair > 0 ? fair : 1;
   parallel(n * blocks, grain, threads, [&](int, int64_t begin, int64_t end) {
