@@ -37,6 +37,7 @@ struct Plan {
   float *workers;        // one per thread
   int64_t partial_floats, worker_floats;
   int tiles_n, splits_n, items_n, shares_n, rows, threads;
+  int takers;  // threads that take items from the list
 };
 
 template <class X>
@@ -53,9 +54,9 @@ bool last_chunk(Split &split) {
   return __atomic_sub_fetch(&split.left, 1, __ATOMIC_ACQ_REL) == 0;
 }
 
-// What the item at i + 1 reads first, of an item i that is a tile's.
+// What the thread with item i reads next, most likely: threads that share the list take items in turn.
 After after(const Plan &plan, int64_t i) {
-  const Item &next = plan.items[i + 1 < plan.items_n ? i + 1 : i];
+  const Item &next = plan.items[i + plan.takers < plan.items_n ? i + plan.takers : i];
   const int32_t tile = next.tile < 0 ? plan.members[plan.shares[-1 - next.tile].first] : next.tile;
   const Tile &t = plan.tiles[tile];
   return {&t, next.chunk < 0 ? t.begin : max(t.begin, next.chunk * kChunk)};
@@ -255,11 +256,11 @@ bool make_plan(const Problem &p, Plan &plan) {
   plan.partial_floats = (rows_floats(max(longest * p.heads, 1), p.width) + 15) & ~15;
   plan.worker_floats = (worker_floats(p, plan.rows) + 127) & ~63;
 
-  const int splitting = octavo::in_group() ? 1 : plan.threads;  // helpers do not come often enough
-  const int64_t limit = total / (4 * splitting);
+  plan.takers = octavo::in_group() ? 1 : plan.threads;  // helpers do not come often enough to count
+  const int64_t limit = total / (4 * plan.takers);
   auto depth = [&](const Tile &t) { return shares ? plan.depth[t.sequence] : 0; };
   auto wants_split = [&](const Tile &t) {
-    return depth(t) > 0 || (splitting > 1 && chunks(t) > 1 && cost(p, t) > limit);
+    return depth(t) > 0 || (plan.takers > 1 && chunks(t) > 1 && cost(p, t) > limit);
   };
   int64_t memberships = 0;
   each_tile(p, per_tile, [&](const Tile &t) {
