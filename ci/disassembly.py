@@ -108,11 +108,15 @@ def check(machine: str, isa: str, all_functions: list[Function]) -> tuple[list[s
     expected = EXPECTED[machine][isa]
     findings: list[str] = []
     described = []
-    for tile, pattern in (("FloatTile::operator()", expected.floats), ("int_panel", expected.ints)):
+    for tile, pattern in (
+        ("FirstFloatTile::operator()", expected.floats),
+        ("FloatTile::operator()", expected.floats),
+        ("int_panel", expected.ints),
+    ):
         tiles = [
             (int(m[1]), f)
             for f in all_functions
-            if (m := re.search(re.escape(tile) + r"<(\d+)>", f.name))
+            if (m := re.search(r"\b" + re.escape(tile) + r"<(\d+)>", f.name))
         ]
         if not tiles:
             findings.append(f"{isa}: no {tile}")

@@ -260,16 +260,20 @@ struct PanelTile {
     finish<MR>(p.w, p.e, panel, row, acc);
   }
 };
-template <bool FIRST>
-struct AnyFloatTile : PanelTile {
-  static constexpr int rows = kFloatRows;
-  typedef AnyFloatTile<true> First;
+struct FirstFloatTile : PanelTile {
   template <int MR>
   __attribute__((noinline)) void operator()() const {
-    floats<MR, FIRST && (MR == 1 || MR > kUnaided)>();
+    floats<MR, MR == 1 || (MR > kUnaided)>();
   }
 };
-typedef AnyFloatTile<false> FloatTile;
+struct FloatTile : PanelTile {
+  static constexpr int rows = kFloatRows;
+  typedef FirstFloatTile First;
+  template <int MR>
+  __attribute__((noinline)) void operator()() const {
+    floats<MR, false>();
+  }
+};
 struct IntTile : PanelTile {
   static constexpr int rows = kIntRows;
   typedef IntTile First;
