@@ -108,34 +108,32 @@ def check(machine: str, isa: str, all_functions: list[Function]) -> tuple[list[s
     expected = EXPECTED[machine][isa]
     findings: list[str] = []
     described = []
-    for tile, pattern in (
-        ("FirstFloatTile::operator()", expected.floats),
-        ("FloatTile::operator()", expected.floats),
-        ("int_panel", expected.ints),
-    ):
+    # FloatTile stands for FirstFloatTile too: the compiler keeps one where they are the same.
+    for tile, pattern in (("FloatTile::operator()", expected.floats), ("int_panel", expected.ints)):
         tiles = [
             (int(m[1]), f)
             for f in all_functions
-            if (m := re.search(r"\b" + re.escape(tile) + r"<(\d+)>", f.name))
+            if (m := re.search(re.escape(tile) + r"<(\d+)>", f.name))
         ]
         if not tiles:
             findings.append(f"{isa}: no {tile}")
             continue
-        rows, largest = max(tiles, key=lambda t: t[0])
+        rows = max(n for n, _ in tiles)
 
         def count(loop: list[Instruction], pattern: str = pattern) -> int:
             return sum(bool(re.match(pattern, f"{i.name} {i.operands}")) for i in loop)
 
-        best = max(largest.loops(), key=lambda loop: count(loop) / len(loop), default=[])
-        hits = count(best)
-        if hits < 4:
-            findings.append(f"{isa}: {pattern!r} is not what {tile} of {rows} rows loops over")
-            continue
-        spills = [f"{i.name} {i.operands}" for i in best if SPILL.search(i.operands)]
-        if spills:
-            findings.append(f"{isa}: {tile} of {rows} rows spills in its loop: {spills[:3]}")
-        name = next(i.name for i in best if re.match(pattern, f"{i.name} {i.operands}"))
-        described.append(f"{name} {hits} of {len(best)}")
+        for function in [f for n, f in tiles if n == rows]:
+            best = max(function.loops(), key=lambda loop: count(loop) / len(loop), default=[])
+            hits = count(best)
+            if hits < 4:
+                findings.append(f"{isa}: {pattern!r} is not what {tile} of {rows} rows loops over")
+                continue
+            spills = [f"{i.name} {i.operands}" for i in best if SPILL.search(i.operands)]
+            if spills:
+                findings.append(f"{isa}: {tile} of {rows} rows spills in its loop: {spills[:3]}")
+            name = next(i.name for i in best if re.match(pattern, f"{i.name} {i.operands}"))
+            described.append(f"{name} {hits} of {len(best)}")
     for function in all_functions:
         for i in function.body:
             if re.search(expected.never, f"{i.name} {i.operands}"):
