@@ -24,9 +24,7 @@ is not to take memory that it may never use."""
 AHEAD, AHEAD_SHARE = 128 << 20, 16
 """The same for what lies behind the last block in use: there a thread asks while steps run, and takes from them."""
 
-_NICE = (
-    10  # of that thread: a thread of the step is not to wait for its time slice to end, up to 4 ms
-)
+_NICE = 10  # of that thread: one of the step is not to wait up to 4 ms for its time slice to end
 
 _PIECE = 2 << 20  # asked for at once: meanwhile nobody else maps memory
 _WORTH = 16 << 20  # less is not worth a thread

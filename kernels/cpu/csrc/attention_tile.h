@@ -12,7 +12,7 @@
 namespace OCTAVO_NS {
 namespace {
 
-constexpr int kTile = 128;    // positions per softmax update
+constexpr int kTile = 128;   // positions per softmax update
 constexpr int kChunk = 256;  // positions per partial result; the unit of work of a split tile
 constexpr int kGroup = 16;   // positions that are neighbours in memory: divides the block size
 constexpr int kGroups = kTile / kGroup;
