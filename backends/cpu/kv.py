@@ -17,9 +17,9 @@ from octavo.core import huge_pages
 if TYPE_CHECKING:
     from octavo.backends.cpu.ops import BoundStack
 
-READY, READY_SHARE = 512 << 20, 8
-"""Bytes for which memory is asked at the start, at most, and at most one of so many parts of the cache: a small one
-is not to take memory that it may never use."""
+READY, READY_SHARE, SMALL = 512 << 20, 7, 512 << 20
+"""Bytes for which memory is asked at the start, at most, and at most one of so many parts of what the cache has
+beyond the bytes SMALL: a small one is not to take memory that it may never use."""
 
 AHEAD, AHEAD_SHARE = 128 << 20, 16
 """The same for what lies behind the last block in use: there a thread asks while steps run, and takes from them."""
@@ -48,7 +48,7 @@ class Region:
         self.data = huge_pages.empty(num_blocks * stride).view(num_blocks, stride)
         size = self.data.nbytes
         self._asked = 0  # bytes
-        self._start = min(READY, size // READY_SHARE)
+        self._start = min(READY, max(size - SMALL, 0) // READY_SHARE)
         self._ahead = min(AHEAD, size // AHEAD_SHARE)
         self._gives = True  # whether the system does when asked
         self._thread: threading.Thread | None = None

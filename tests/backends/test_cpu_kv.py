@@ -125,10 +125,19 @@ def test_a_small_cache_holds_little_ready(monkeypatch: pytest.MonkeyPatch) -> No
     def ready() -> int:
         return sum(size for _, size in spans)
 
-    assert ready() == size // kv.READY_SHARE
+    assert ready() == region.data.stride(0) + size // kv.AHEAD_SHARE
     region.use(300)
     wait_for_threads()
     assert ready() == 301 * region.data.stride(0) + size // kv.AHEAD_SHARE
+
+
+def test_a_cache_of_some_size_holds_a_part_of_the_rest_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spans = asked(monkeypatch)
+    region = kv.Region(2048, 1 << 20)
+    wait_for_threads()
+    assert sum(size for _, size in spans) == (region.data.nbytes - kv.SMALL) // kv.READY_SHARE
 
 
 def test_a_system_that_cannot_be_asked_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
