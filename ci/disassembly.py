@@ -109,7 +109,11 @@ def check(machine: str, isa: str, all_functions: list[Function]) -> tuple[list[s
     findings: list[str] = []
     described = []
     # FloatTile stands for FirstFloatTile too: the compiler keeps one where they are the same.
-    for tile, pattern in (("FloatTile::operator()", expected.floats), ("int_panel", expected.ints)):
+    for tile, pattern in (
+        (":FloatTile::operator()", expected.floats),
+        ("UnpackedTile::operator()", expected.floats),
+        ("int_panel", expected.ints),
+    ):
         tiles = [
             (int(m[1]), f)
             for f in all_functions

@@ -91,6 +91,13 @@ class EngineConfig:
         default=None,
         metadata={"help": "int8 or int4: quantise the weights while loading", "metavar": "SCHEME"},
     )
+    keep_codes: bool = field(
+        default=True,
+        metadata={
+            "help": "in float32: leave the weights that a GGUF file has as Q4_0, Q4_1, Q5_0 or Q8_0 in their codes "
+            "where the device can, for the same results from less memory"
+        },
+    )
     kv_cache_dtype: str = field(
         default="auto",
         metadata={

@@ -74,6 +74,9 @@ class Capabilities:
     graph_capture: bool = False
     swap: bool = False
     quantization: tuple[str, ...] = ()  # canonical forms that `pack_weight` and `linear` take
+    # Forms of a checkpoint's own codes that `pack_weight` and `linear` take, with results as if they were float32
+    # numbers: activations are not quantised.
+    kept_codes: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     seeded_sampling: bool = True  # the device draws from (seed, output index, vocabulary id)
     batch_invariant: bool = False  # can give a row the same bits alone and in any batch

@@ -158,7 +158,8 @@ class Ops:
         """Lays a weight out once, at load. `parts` are the checkpoint's tensors by `spec`'s names.
 
         With `spec.scheme`, which the device must offer (`Capabilities.quantization`), they are float
-        numbers to quantise, or all of them codes of that form and group (`QuantizedTensor`).
+        numbers to quantise, or all of them codes of that form and group (`QuantizedTensor`). A scheme of
+        `Capabilities.kept_codes` comes as codes alone.
         """
         return portable.pack_weight(self.device, parts, spec, dtype)
 

@@ -61,6 +61,7 @@ TORCH_OPS = ("encoder_attention", "layer_norm", "activation")
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATION = ("int8", "int4")
+KEPT_CODES = ("codes8", "codes4")
 
 LOGITS_BYTES = 32 << 20
 """What the logits of a step may take, unless there are more sequences to draw for."""
@@ -152,6 +153,7 @@ class CpuBackend(Backend):
             batch_invariant=True,
             encoders=True,
             quantization=QUANTIZATION,
+            kept_codes=() if self._provider else KEPT_CODES,  # whose products other libraries lack
             ops=dict.fromkeys(KERNEL_OPS, f"c++ {lib.isa()}")
             | dict.fromkeys(TORCH_OPS, "portable torch")
             | ({"linear": self._provider.name} if self._provider else {}),

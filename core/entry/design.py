@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.config import ConfigError, EngineConfig
 from octavo.core.contract import Backend, ExecutionPlan, Limits, ModelShape, Ops
 from octavo.core.entry import tasks as tasking
-from octavo.core.entry.numbers import choose_numbers
+from octavo.core.entry.numbers import Numbers, choose_numbers
 from octavo.core.lanes import LaneError, LaneSet
 from octavo.core.loading.errors import ModelConfigError, ModelError
 from octavo.core.loading.files import ModelFiles
@@ -55,6 +55,7 @@ class Design:
     limits: Limits
     plan: ExecutionPlan
     tasks: tasking.Tasks
+    kept: Scheme | None = None  # where the checkpoint has weights in codes that a device may keep
 
 
 def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: Phases) -> Design:
@@ -93,8 +94,25 @@ def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: 
     plan = tasking.uncut(cls, plan)
     phases.notes += [f"backend {backend.name!r}: {text}" for text in plugins().deprecated_in(plan)]
     return Design(
-        resolved, cls, model_config, eos, dtype, numbers.scheme, shape, limits, plan, tasks
+        *(resolved, cls, model_config, eos, dtype, numbers.scheme, shape, limits, plan, tasks),
+        kept=_kept(config, files, numbers),
     )
+
+
+def _kept(config: EngineConfig, files: ModelFiles, numbers: Numbers) -> Scheme | None:
+    """Only beside float32: in any other dtype the numbers that the codes stand for would be rounded."""
+    if files.kind != "gguf" or not config.keep_codes:
+        return None
+    if numbers.scheme is not None or numbers.dtype != "float32":
+        return None
+    from octavo.core.loading.gguf_weights import GgufWeights
+    from octavo.core.quantization.kept import Kept
+
+    weights = GgufWeights(files.path)
+    try:
+        return Kept(weights.forms())
+    finally:
+        weights.close()
 
 
 def _read_config(files: ModelFiles) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -128,8 +146,17 @@ def _reading_config(files: ModelFiles) -> Iterator[None]:
 
 def place_weights(made: Design, model: Model, phases: Phases) -> Placement:
     """The form of each of the model's weights on the device."""
-    offered = made.resolved.backend.capabilities(made.resolved.device).quantization
-    placed = place(model.specs(), made.scheme, offered)
+    capabilities = made.resolved.backend.capabilities(made.resolved.device)
+    if made.kept is None or not capabilities.kept_codes:
+        placed = place(model.specs(), made.scheme, capabilities.quantization)
+    else:
+        placed = place(model.specs(), made.kept, capabilities.kept_codes)
+        kept = sum(spec.scheme is not None for spec in placed.specs)
+        if kept:
+            phases.notes.append(
+                f"{kept} of {len(placed.specs)} weights stay in the checkpoint's codes, with the results of "
+                f"{made.dtype}"
+            )
     phases.notes.extend(placed.notes)
     return placed
 

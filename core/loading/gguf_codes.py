@@ -1,15 +1,25 @@
-"""GGUF blocks that are the engine's own int4 grid: their codes, taken over as they are.
+"""GGUF blocks that are a canonical form's grid: their codes, taken over as they are.
 
 In Q4_0 (scale, codes less 8), Q4_1 (scale, minimum) and Q4_K (eight scales and minima as multiples of
 two) 32 inputs share a scale. Q4_1's numbers are float16 as the form's; Q4_0's minimum, -8 scales, is
-exact in float16 too; those of Q4_K are rounded to it.
+exact in float16 too; those of Q4_K are rounded to it. Q8_0 and Q5_0 (codes less 16) have a float16 scale for 32.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.core.loading.gguf_dequant import Q4_0, Q4_1, Q4_K, half, k_scales, nibbles
+from octavo.core.loading.gguf_dequant import (
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q8_0,
+    fifth_bits,
+    half,
+    k_scales,
+    nibbles,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +27,9 @@ if TYPE_CHECKING:
     from octavo.core.quantization.base import QuantizedTensor
 
 GROUP = 32
+KEPT = {Q4_0: "codes4", Q4_1: "codes4", Q5_0: "codes8", Q8_0: "codes8"}
+"""Types that a form holds exactly, each with the form."""
+
 _WIDTHS = {Q4_0: 18, Q4_1: 20, Q4_K: 144}
 
 
@@ -47,3 +60,30 @@ def int4_codes(raw: torch.Tensor, kind: int, shape: tuple[int, ...]) -> Quantize
     if any(not bool(t.isfinite().all()) for t in small):
         return None
     return QuantizedTensor("int4", codes, small[0], small[1], GROUP, torch.float32)
+
+
+def kept_codes(raw: torch.Tensor, kind: int, shape: tuple[int, ...]) -> QuantizedTensor | None:
+    """Tensor `raw` (uint8 [nbytes]) of ggml type `kind` in the form that KEPT names, or None when it has none or
+    a minimum does not fit a float16."""
+    import torch
+
+    from octavo.core.quantization.base import QuantizedTensor
+
+    if kind not in KEPT or len(shape) != 2:
+        return None
+    form = KEPT[kind]
+    if form == "codes4":
+        found = int4_codes(raw, kind, shape)
+        if found is None:
+            return None
+        return QuantizedTensor(form, found.codes, found.scales, found.minima, GROUP, found.dtype)
+    blocks = raw.view(-1, 34 if kind == Q8_0 else 22)
+    codes = torch.empty(shape, dtype=torch.int8)
+    if kind == Q8_0:
+        codes.view(-1, GROUP).copy_(blocks[:, 2:].view(torch.int8))
+    else:
+        low = torch.empty(blocks.shape[0], 1, 2, 16, dtype=torch.uint8)
+        nibbles(blocks[:, 6:].contiguous(), low)
+        codes.view(-1, GROUP).copy_(low.view(-1, GROUP) + fifth_bits(blocks, 2)).sub_(16)
+    scales = half(blocks, 0).half().view(shape[0], shape[1] // GROUP)
+    return QuantizedTensor(form, codes, scales, None, GROUP, torch.float32)

@@ -81,7 +81,7 @@ def _q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
-def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The 32 high bits at byte ``at``, each worth 16: uint8 [blocks, 32]."""
     import torch
 
@@ -92,12 +92,12 @@ def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
     nibbles(blocks[:, 6:].contiguous(), out.view(-1, 1, 2, 16))
-    out.add_(_fifth_bits(blocks, 2)).sub_(16).mul_(half(blocks, 0))
+    out.add_(fifth_bits(blocks, 2)).sub_(16).mul_(half(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
     nibbles(blocks[:, 8:].contiguous(), out.view(-1, 1, 2, 16))
-    out.add_(_fifth_bits(blocks, 4)).mul_(half(blocks, 0)).add_(half(blocks, 2))
+    out.add_(fifth_bits(blocks, 4)).mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from octavo.core.loading.errors import WeightsError
 from octavo.core.loading.files import drop_pages
 from octavo.core.loading.gguf import GgufFile, GgufTensor
-from octavo.core.loading.gguf_codes import GROUP, int4_codes
+from octavo.core.loading.gguf_codes import GROUP, KEPT, int4_codes, kept_codes
 from octavo.core.loading.gguf_config import config_of
 from octavo.core.loading.gguf_dequant import dequantize
 
@@ -79,15 +79,24 @@ class GgufWeights:
             value = value - 1
         return value
 
+    def forms(self) -> dict[str, str]:
+        """The matrices whose type is a form's grid to the last bit, each with that form."""
+        kinds = {name: self._file.tensors[source] for name, source in self._sources.items()}
+        return {
+            name: KEPT[entry.type]
+            for name, entry in kinds.items()
+            if entry.type in KEPT and len(entry.shape) == 2
+        }
+
     def codes(self, name: str, form: str, group: int) -> QuantizedTensor | None:
         """A matrix in a canonical quantised form, when the file keeps it in that very grid.
 
         Raises WeightsError for a name the file lacks.
         """
-        if (form, group) != ("int4", GROUP):
+        if group != GROUP or form not in ("int4", *KEPT.values()):
             return None
         raw, entry = self._raw(name)
-        found = int4_codes(raw, entry.type, entry.shape)
+        found = (int4_codes if form == "int4" else kept_codes)(raw, entry.type, entry.shape)
         heads = self._permuted_heads(entry.name)
         if found is not None and heads:
             import torch

@@ -25,6 +25,12 @@ FORMS: dict[str, str] = {
 }
 """Canonical form -> "module:class"."""
 
+KEPT: dict[str, str] = {
+    "codes8": "octavo.core.quantization.kept:Codes8",
+    "codes4": "octavo.core.quantization.kept:Codes4",
+}
+"""The same of forms that nothing is quantised to: a checkpoint has its weights in them."""
+
 SCHEMES: dict[str, str] = {
     "int8": "octavo.core.quantization.int8:Int8",
     "int4": "octavo.core.quantization.int4:Int4",
@@ -42,7 +48,7 @@ def _load(where: str) -> Any:
 @cache
 def form(name: str) -> Form:
     """A canonical form by its name."""
-    made: Form = _load(FORMS[name])()
+    made: Form = _load((FORMS | KEPT)[name])()
     return made
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     HostArray = Tensor | np.ndarray[Any, Any]
 
-ABI: Final = 4
-F32, BF16, F16, INT8, INT4 = 0, 1, 2, 3, 4
+ABI: Final = 5
+F32, BF16, F16, INT8, INT4, CODES8, CODES4 = 0, 1, 2, 3, 4, 5, 6
 
 _P, _I, _I64, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {

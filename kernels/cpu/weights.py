@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 from octavo.core import huge_pages
 from octavo.kernels.cpu.library import (
     BF16,
+    CODES4,
+    CODES8,
     F16,
     F32,
     INT4,
@@ -26,8 +28,18 @@ if TYPE_CHECKING:
     from octavo.kernels.cpu.library import HostArray
     from octavo.kernels.cpu.steps import AttentionLayer, AttentionStep, WriteStep
 
-FORMATS: Final = {"float32": F32, "bfloat16": BF16, "float16": F16, "int8": INT8, "int4": INT4}
-GROUP: Final = 32  # inputs that share a scale in int4, unless asked otherwise
+FORMATS: Final = {
+    "float32": F32,
+    "bfloat16": BF16,
+    "float16": F16,
+    "int8": INT8,
+    "int4": INT4,
+    "codes8": CODES8,
+    "codes4": CODES4,
+}
+GROUPED: Final = ("int4", "codes8", "codes4")
+CODES: Final = ("codes8", "codes4")
+GROUP: Final = 32  # inputs that share a scale in those, unless asked otherwise
 PACKING: Final = 1  # counts changes of the packed layouts: bytes of another number are not read
 _ALIGNMENT: Final = 64
 
@@ -46,8 +58,9 @@ class _Weight(ctypes.Structure):
 class PackedWeight:
     """A weight [n, k] in the layout of the instruction set in use, in one buffer.
 
-    format: float32, bfloat16, float16, int8 (a scale per output) or int4 (a scale and a minimum per
-    output and `group` inputs). gated: the first half of the outputs are gate rows, the second the up
+    format: float32, bfloat16, float16, int8 (a scale per output), int4 (a scale and a minimum per output and
+    `group` inputs); or codes4 and codes8, which only codes can fill: products with them are those with the
+    float32 numbers that they stand for. gated: the first half of the outputs are gate rows, the second the up
     rows that belong to them.
     """
 
@@ -73,7 +86,7 @@ class PackedWeight:
         if size < 0:
             raise ValueError(
                 f"a weight of {self.n} x {self.k} cannot be packed as {self.format}"
-                + (f" in groups of {self.group}" if self.format == "int4" else "")
+                + (f" in groups of {self.group}" if self.format in GROUPED else "")
             )
         return size
 
@@ -93,12 +106,18 @@ class PackedWeight:
         self.buffer.copy_(packed)
 
     def pack(self, parts: Sequence[Tensor]) -> PackedWeight:
-        """Fills it from tensors [rows, k] of one float dtype, stacked to n rows; returns itself."""
+        """Fills it from tensors [rows, k] of one float dtype, stacked to n rows; returns itself.
+
+        Raises:
+            ValueError: they do not make up the weight, or its format is of codes alone.
+        """
         rows = [part.shape[0] for part in parts]
         if sum(rows) != self.n or any(part.shape[1] != self.k for part in parts):
             raise ValueError(
                 f"parts {[tuple(p.shape) for p in parts]} do not make {self.n} x {self.k}"
             )
+        if self.format in CODES:
+            raise ValueError(f"{self.format} takes codes that are there already: use pack_codes")
         parts = [part.contiguous() for part in parts]
         self._allocate()
         status = lib.pack_weight(
@@ -116,20 +135,22 @@ class PackedWeight:
     ) -> PackedWeight:
         """Fills it from codes that are quantised already; returns itself.
 
-        int8: codes int8 [n, k], scales float32 [n, 1]. int4: codes uint8 [n, k] in [0, 15], scales
-        and minima float16 [n, k / group]. Value = code · scale + minimum.
+        int8: codes int8 [n, k], scales float32 [n, 1]. int4, codes4: codes uint8 [n, k] in [0, 15], scales
+        and minima float16 [n, k / group]. codes8: codes int8 [n, k], scales float16 [n, k / group].
+        Value = code · scale + minimum.
 
         Raises:
             ValueError: tensors of other shapes or dtypes.
         """
         import torch
 
-        eight = self.format == "int8"
-        grid = (self.n, 1 if eight else self.k // self.group)
+        whole_rows = self.format == "int8"
+        grid = (self.n, 1 if whole_rows else self.k // self.group)
+        signed = self.format in ("int8", "codes8")
         want = (
-            torch.int8 if eight else torch.uint8,
-            torch.float32 if eight else torch.float16,
-            None if eight else torch.float16,
+            torch.int8 if signed else torch.uint8,
+            torch.float32 if whole_rows else torch.float16,
+            None if signed else torch.float16,
         )
         given = (codes.dtype, scales.dtype, None if minima is None else minima.dtype)
         shapes = [tuple(t.shape) for t in (scales, minima) if t is not None]

@@ -15,7 +15,7 @@ import torch
 
 from octavo.core.contract import API_VERSION
 from octavo.core.lanes import LaneError, LaneSet
-from octavo.core.quantization import FORMS
+from octavo.core.quantization import FORMS, KEPT
 from octavo.plugins import Backend, Capabilities, ExecutionPlan, Ops, Probe, hookimpl
 from octavo.plugins.conformance.case import Case, Dice, Failed, Finding, NotOffered, demand
 from octavo.plugins.conformance.scorecard import execution_of
@@ -141,6 +141,7 @@ def told_capabilities(subject: Subject, dice: Dice) -> Finding:
         ("dtypes", caps.dtypes, FLOATS),
         ("KV dtypes", caps.kv_dtypes, KV_DTYPES),
         ("quantisation forms", caps.quantization, tuple(FORMS)),
+        ("kept codes", caps.kept_codes, tuple(KEPT)),
     ):
         strange = [w for w in words if w not in known]
         demand(not strange, f"{what} {strange} are none of {', '.join(known)}")

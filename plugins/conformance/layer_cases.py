@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from octavo.core.ops import DTYPES
-from octavo.core.quantization import form
+from octavo.core.quantization import KEPT, form
 from octavo.plugins import PackedWeight, QuantizedTensor, WeightSpec
 from octavo.plugins.conformance import truth
 from octavo.plugins.conformance.batches import build, draw, padded, rows_of
@@ -60,7 +60,7 @@ def _stacked(
     if role == "gated":
         role, outs, gated = "linear", [outs[0]] * 2, True
     group = 0
-    if scheme == "int4":
+    if scheme == "int4" or scheme in KEPT:
         group = int(dice.choice([g for g in (32, 64) if k % g == 0]))
     parts = tuple((f"part{i}", (n, k)) for i, n in enumerate(outs))
     spec = WeightSpec("weight", role, parts, scheme=scheme, group=group, gated=gated)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def _coded(dice: Dice, spec: WeightSpec) -> tuple[Tensors, Array]:
     for name, (n, k) in spec.parts:
         group = spec.group or k
         scales = torch.from_numpy(dice.uniform(0.01, 0.1, (n, k // group)))
-        if spec.scheme == "int4":
+        if spec.scheme in ("int4", "codes4"):
             codes = torch.from_numpy(dice.integers(0, 16, (n, k), dtype=np.uint8))
             scales, minima = (
                 scales.half(),
@@ -85,7 +85,7 @@ def _coded(dice: Dice, spec: WeightSpec) -> tuple[Tensors, Array]:
             )
         else:
             codes = torch.from_numpy(dice.integers(-127, 128, (n, k), dtype=np.int8))
-            scales, minima = scales.float(), None
+            scales, minima = scales.half() if spec.scheme in KEPT else scales.float(), None
         parts[name] = QuantizedTensor(spec.scheme, codes, scales, minima, group, torch.float32)
         wide = get(codes).reshape(n, -1, group) * get(scales)[..., None]
         if minima is not None:
@@ -159,6 +159,14 @@ def quantised_codes(subject: Subject, dice: Dice, dtype: str, scheme: str) -> Fi
     return _product(subject, dice, dtype, spec, packed, weight, rows, bound, by_rms=True)
 
 
+def kept_codes(subject: Subject, dice: Dice, dtype: str, form: str) -> Finding:
+    """A product with a checkpoint's codes is that with the numbers they stand for: nothing is quantised."""
+    spec, _, _ = _stacked(dice, "linear", dtype, form)
+    parts, weight = _coded(dice, spec)
+    packed = subject.ops.pack_weight(parts, spec, dtype)
+    return _product(subject, dice, dtype, spec, packed, weight, _rows(subject, dice, dtype))
+
+
 def quantised_floats(subject: Subject, dice: Dice, dtype: str, scheme: str) -> Finding:
     """A product with float weights that the backend quantises itself."""
     spec, parts, weight = _stacked(dice, "linear", dtype, scheme)
@@ -170,8 +178,9 @@ def quantised_floats(subject: Subject, dice: Dice, dtype: str, scheme: str) -> F
 def quantised_rows(subject: Subject, dice: Dice, dtype: str, scheme: str) -> Finding:
     """embedding from codes."""
     n, k = 40, 128
-    spec = WeightSpec("e", "embedding", (("e", (n, k)),), scheme=scheme)
-    if not form(scheme).holds((n, k), 0):
+    group = 32 if scheme in KEPT else 0
+    spec = WeightSpec("e", "embedding", (("e", (n, k)),), scheme=scheme, group=group)
+    if not form(scheme).holds((n, k), group):
         raise NotOffered(f"{scheme} holds no whole rows of {k}")
     parts, values = _coded(dice, spec)
     packed = subject.ops.pack_weight(parts, spec, dtype)
@@ -375,4 +384,7 @@ def cases(subject: Subject, full: bool) -> list[Case]:
             add("linear", name, "floats", 2, quantised_floats, dtype, scheme)
             add("embedding", name, "codes", 2, quantised_rows, dtype, scheme)
             add("store_packed", name, "", 2, keeps_packed, dtype, scheme)
+    for kept in subject.capabilities.kept_codes:
+        add("linear", f"{kept}-over-float32", "kept", 3, kept_codes, "float32", kept)
+        add("embedding", f"{kept}-over-float32", "kept", 2, quantised_rows, "float32", kept)
     return made

@@ -15,7 +15,7 @@ import torch
 from octavo.core import config
 from octavo.core.config import ConfigError
 from octavo.core.ops import DTYPES
-from octavo.core.quantization import FORMS
+from octavo.core.quantization import FORMS, KEPT
 from octavo.plugins import (
     Backend,
     Capabilities,
@@ -85,7 +85,10 @@ def _known(backend: Backend, device: str) -> Capabilities:
                 f"backend {backend.name!r} declares {name} {some}; they may be {', '.join(all_of)}"
             )
     forms = tuple(f for f in told.quantization if f in FORMS)
-    return dataclasses.replace(told, dtypes=dtypes, kv_dtypes=kv_dtypes, quantization=forms)
+    kept = tuple(f for f in told.kept_codes if f in KEPT)
+    return dataclasses.replace(
+        told, dtypes=dtypes, kv_dtypes=kv_dtypes, quantization=forms, kept_codes=kept
+    )
 
 
 class Subject:

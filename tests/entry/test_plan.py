@@ -179,13 +179,14 @@ def test_mistakes(arguments: Any, words: str, capsys: pytest.CaptureFixture[str]
     assert caught.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_no_weight_is_read() -> None:
+@pytest.mark.parametrize(("flags", "size"), [([], 96576768), (["--no-keep-codes"], 538060032)])
+def test_no_weight_is_read(flags: list[str], size: int) -> None:
     code = (
         "from octavo.core.loading.gguf_weights import GgufWeights\n"
-        "def get(self, name): raise AssertionError(name)\n"
-        "GgufWeights.get = get\n"
-        "from octavo.core.entry.cli.main import main; main(['plan', '--json'])"
+        "def get(self, name, *form): raise AssertionError(name)\n"
+        "GgufWeights.get = GgufWeights.codes = get\n"
+        f"from octavo.core.entry.cli.main import main; main(['plan', '--json', *{flags}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["weight_bytes"] == 538060032
+    assert json.loads(done.stdout)["weight_bytes"] == size

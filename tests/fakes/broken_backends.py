@@ -31,7 +31,13 @@ class Sound(Backend):
         return Probe(devices=("sound",))
 
     def capabilities(self, device: str) -> Capabilities:
-        return Capabilities(block_sizes=(16,), quantization=("int4",), swap=True, encoders=True)
+        return Capabilities(
+            block_sizes=(16,),
+            quantization=("int4",),
+            kept_codes=("codes8", "codes4"),
+            swap=True,
+            encoders=True,
+        )
 
     def ops(self, device: str) -> Ops:
         import broken_ops

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from octavo.core import ops as portable
-from octavo.core.quantization.base import QuantizedTensor
+from octavo.core.quantization.base import QuantizedTensor, rounded_rows
 from octavo.plugins import Ops as Portable
 
 
@@ -212,6 +212,15 @@ class DropsMinima(Ops):
             weight = QuantizedTensor(
                 weight.form, weight.codes, weight.scales, None, weight.group, weight.dtype
             )
+        return super().linear(x, weight, bias=bias)
+
+
+class QuantisesBesideKeptCodes(Ops):
+    """Activations are quantised where they must not be."""
+
+    def linear(self, x: Any, weight: Any, *, bias: Any = None, **rest: Any) -> Any:
+        if isinstance(weight, QuantizedTensor) and weight.form in ("codes8", "codes4"):
+            x = rounded_rows(x, weight.group).to(x.dtype)
         return super().linear(x, weight, bias=bias)
 
 

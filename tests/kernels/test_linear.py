@@ -10,11 +10,39 @@ from octavo.kernels import cpu
 from octavo.kernels.cpu.weights import FORMATS
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CODES = ("codes8", "codes4")
 SHAPES = [(1, 33, 64), (2, 1, 32), (5, 96, 160), (13, 50, 96), (29, 130, 64), (120, 64, 1536)]
 
 
 def weight(n: int, k: int, scale: float = 0.1) -> torch.Tensor:
     return torch.randn(n, k) * scale
+
+
+def pack(original: torch.Tensor, format: str, gated: bool = False) -> cpu.PackedWeight:
+    """Packed in a format; in one of codes, by the nearest ones."""
+    n, k = original.shape
+    packed = cpu.PackedWeight(n, k, format, gated=gated)
+    return (
+        packed.pack_codes(*coded(original, format)) if format in CODES else packed.pack([original])
+    )
+
+
+def coded(original: torch.Tensor, format: str) -> tuple[torch.Tensor, ...]:
+    """Codes, scales and, of codes4, minima: something that is not finite makes its group's scale so."""
+    groups = original.view(original.shape[0], -1, 32)
+    odd = (groups * 0).sum(-1)
+    if format == "codes8":
+        scales = (groups.abs().amax(-1) / 127 + odd).half()
+        codes = (groups / scales[..., None].float()).nan_to_num().round().clamp(-128, 127)
+        return codes.flatten(1).to(torch.int8), scales
+    low = groups.amin(-1).half()
+    scales = ((groups.amax(-1) - low) / 15 + odd).half()
+    steps = (groups - low[..., None].float()) / scales[..., None].float()
+    return (
+        steps.nan_to_num().round().clamp(0, 15).flatten(1).to(torch.uint8),
+        scales,
+        low + odd.half(),
+    )
 
 
 def unpacked(packed: cpu.PackedWeight) -> torch.Tensor:
@@ -46,7 +74,7 @@ def test_products(isa: str, format: str, gated: bool) -> None:
     for rows, n, k in SHAPES:
         n += n % 2 if gated else 0
         original = weight(n, k)
-        packed = cpu.PackedWeight(n, k, format, gated=gated).pack([original])
+        packed = pack(original, format, gated)
         x, bias = torch.randn(rows, k), torch.randn(n)
         inner = quantized_rows(x, format) if format in ("int8", "int4") else x.double()
         want = inner @ unpacked(packed).double().T + bias.double()
@@ -119,7 +147,7 @@ def test_random_codes_are_exact(isa: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_does_not_depend_on_its_company(isa: str, format: str) -> None:
-    packed = cpu.PackedWeight(200, 96, format, gated=True).pack([weight(200, 96)])
+    packed = pack(weight(200, 96), format, True)
     x = torch.randn(150, 96)
     together = product(packed, x)
     for count in (1, 2, 3, 5, 8, 13, 14, 15, 40, 113):
@@ -129,14 +157,32 @@ def test_a_row_does_not_depend_on_its_company(isa: str, format: str) -> None:
     cpu.set_threads()
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", CODES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_of_codes_are_those_of_their_numbers(isa: str, format: str, gated: bool) -> None:
+    """To the last bit, in every height of a tile."""
+    codes, scales, *minima = coded(weight(70, 160), format)
+    values = codes.float().view(70, 5, 32) * scales.float()[..., None]
+    if minima:
+        values = values + minima[0].float()[..., None]
+    values = values.flatten(1)
+    packed = cpu.PackedWeight(70, 160, format, gated=gated).pack_codes(codes, scales, *minima)
+    assert torch.equal(unpacked(packed), values)
+    plain = cpu.PackedWeight(70, 160, "float32", gated=gated).pack([values])
+    x, bias = torch.randn(300, 160), torch.randn(70)
+    for rows in (1, 2, 3, 5, 8, 12, 13, 14, 15, 27, 40, 113, 300):
+        assert torch.equal(product(packed, x[:rows], bias), product(plain, x[:rows], bias))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", *CODES])
 def test_nonfinite_rows_stay_visible(isa: str, format: str) -> None:
-    packed = cpu.PackedWeight(40, 64, format).pack([weight(40, 64)])
+    packed = pack(weight(40, 64), format)
     x = torch.randn(5, 64)
     clean = product(packed, x)
     x[1, 7], x[3, 0] = float("nan"), float("inf")
     out = product(packed, x)
-    assert bool(out[[1, 3]].isnan().all())
+    odd = out[[1, 3]]
+    assert bool((~odd.isfinite() if format in CODES else odd.isnan()).all())
     assert torch.equal(out[[0, 2, 4]], clean[[0, 2, 4]])
     zeros = product(packed, torch.zeros(2, 64))
     assert torch.equal(zeros, torch.zeros(2, 40))
@@ -144,12 +190,12 @@ def test_nonfinite_rows_stay_visible(isa: str, format: str) -> None:
     assert bool(tiny.isfinite().all())
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", *CODES])
 def test_nonfinite_weights_stay_visible(isa: str, format: str) -> None:
     original = weight(40, 64)
     original[5, 6] = float("nan")
     original[6, 7] = float("inf")
-    out = product(cpu.PackedWeight(40, 64, format).pack([original]), torch.randn(3, 64))
+    out = product(pack(original, format), torch.randn(3, 64))
     assert bool(out[:, 5:7].isnan().all()) and bool(out[:, :5].isfinite().all())
 
 
@@ -160,6 +206,11 @@ def test_sizes_that_cannot_be_packed() -> None:
         _ = cpu.PackedWeight(10, 70000, "int8").nbytes
     with pytest.raises(ValueError, match="do not make"):
         cpu.PackedWeight(10, 64, "int8").pack([weight(9, 64)])
+    for format in CODES:
+        with pytest.raises(ValueError, match="groups of 32"):
+            _ = cpu.PackedWeight(10, 48, format).nbytes
+        with pytest.raises(ValueError, match="codes"):
+            cpu.PackedWeight(10, 64, format).pack([weight(10, 64)])
     with pytest.raises(ValueError, match="multiple of 64"):
         cpu.PackedWeight(10, 64, "int8").place(torch.zeros(64, dtype=torch.uint8))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES
+from gguf_models import HEAD_DIM, LAYERS, original_weights, permuted, write_gguf
 
 from octavo.core.loading.errors import CorruptFileError, ModelConfigError, WeightsError
 from octavo.core.loading.files import ModelFiles
@@ -25,97 +26,11 @@ from octavo.core.loading.sources import resolve
 from octavo.core.loading.weights import open_weights
 from octavo.core.quantization import form
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDE, LAYERS, VOCAB = 4, 2, 16, 64, 96, 2, 32
-
-
-def _original(family: str, tied: bool = True) -> dict[str, np.ndarray[Any, Any]]:
-    """Random weights of a tiny model, named as in its safetensors."""
-    random = np.random.default_rng(7)
-
-    def make(*shape: int) -> np.ndarray[Any, Any]:
-        return random.standard_normal(shape).astype(np.float32)
-
-    weights = {"model.embed_tokens.weight": make(VOCAB, HIDDEN), "model.norm.weight": make(HIDDEN)}
-    if not tied:
-        weights["lm_head.weight"] = make(VOCAB, HIDDEN)
-    for i in range(LAYERS):
-        at = f"model.layers.{i}."
-        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            weights[f"{at}self_attn.{name}_proj.weight"] = make(rows * HEAD_DIM, HIDDEN)
-            if family == "qwen2":
-                weights[f"{at}self_attn.{name}_proj.bias"] = make(rows * HEAD_DIM)
-        if family in ("qwen3", "gemma3"):
-            weights[f"{at}self_attn.q_norm.weight"] = make(HEAD_DIM)
-            weights[f"{at}self_attn.k_norm.weight"] = make(HEAD_DIM)
-        weights[f"{at}self_attn.o_proj.weight"] = make(HIDDEN, HEADS * HEAD_DIM)
-        weights[f"{at}mlp.gate_proj.weight"] = make(WIDE, HIDDEN)
-        weights[f"{at}mlp.up_proj.weight"] = make(WIDE, HIDDEN)
-        weights[f"{at}mlp.down_proj.weight"] = make(HIDDEN, WIDE)
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if family == "gemma3":
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        for norm in norms:
-            weights[f"{at}{norm}.weight"] = make(HIDDEN)
-    return weights
-
-
-def _permute(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """What llama.cpp's converter does to Llama's query and key rows."""
-    shape = (heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
-    return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
-
-
-def _write(
-    path: Path,
-    family: str,
-    weights: dict[str, np.ndarray[Any, Any]],
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    extra: dict[str, np.ndarray[Any, Any]] | None = None,
-    keys: dict[str, Any] | None = None,
-) -> None:
-    """Write a model to GGUF as llama.cpp's converter would, by the gguf package's own name map."""
-    arch = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gemma3": "GEMMA3"}[family]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], LAYERS)
-    writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(WIDE)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(500_000.0)
-    writer.add_vocab_size(VOCAB)
-    if family == "llama":
-        writer.add_rope_dimension_count(HEAD_DIM)
-    else:
-        writer.add_key_length(HEAD_DIM)
-    adders = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-    for key, stated in (keys or {}).items():
-        adders[type(stated)](key, stated)
-    for name, value in weights.items():
-        stem, suffix = name.rsplit(".", 1)
-        if family == "llama" and ("q_proj" in name or "k_proj" in name):
-            value = _permute(value, HEADS if "q_proj" in name else KV_HEADS)
-        if family == "gemma3" and name.endswith("norm.weight"):
-            value = value + 1
-        target = f"{names.get_name(stem)}.{suffix}"
-        if kind != gguf.GGMLQuantizationType.F32 and value.ndim == 2:
-            writer.add_tensor(target, gguf.quantize(value, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(target, value)
-    for name, value in (extra or {}).items():
-        writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_weights_are_the_original_ones(family: str, tmp_path: Path) -> None:
-    original = _original(family, tied=family != "llama")
-    _write(tmp_path / "m.gguf", family, original)
+    original = original_weights(family, tied=family != "llama")
+    write_gguf(tmp_path / "m.gguf", family, original)
     files = ModelFiles("m", "gguf", tmp_path / "m.gguf", "m")
     source = open_weights(files)
     assert {n: i.shape for n, i in source.names().items()} == {
@@ -133,8 +48,8 @@ def test_weights_are_the_original_ones(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_projections_of_a_quantised_file_point_the_same_way(family: str, tmp_path: Path) -> None:
-    original = _original(family)
-    _write(tmp_path / "m.gguf", family, original, gguf.GGMLQuantizationType.Q8_0)
+    original = original_weights(family)
+    write_gguf(tmp_path / "m.gguf", family, original, gguf.GGMLQuantizationType.Q8_0)
     source = GgufWeights(tmp_path / "m.gguf")
     for name, value in original.items():
         if "_proj.weight" in name:
@@ -172,8 +87,8 @@ def test_codes_of_the_int4_grid_are_taken_over(kind: str, slack: float | None) -
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_codes_stand_in_the_original_models_rows(family: str, tmp_path: Path) -> None:
-    original = _original(family)
-    _write(tmp_path / "m.gguf", family, original, gguf.GGMLQuantizationType.Q4_1)
+    original = original_weights(family)
+    write_gguf(tmp_path / "m.gguf", family, original, gguf.GGMLQuantizationType.Q4_1)
     source = open_weights(ModelFiles("m", "gguf", tmp_path / "m.gguf", "m"))
     for name, value in original.items():
         if "_proj.weight" in name:
@@ -189,12 +104,12 @@ def test_rotary_table_is_tolerated_and_told_by_the_config(tmp_path: Path) -> Non
     factors = np.array(llama3_factors(HEAD_DIM // 2, 500_000.0, 8.0), dtype=np.float32)
     assert factors[0] == 1 and factors[-1] == 8
     path = tmp_path / "m.gguf"
-    _write(path, "llama", _original("llama"), extra={"rope_freqs.weight": factors})
-    assert set(GgufWeights(path).shapes()) == set(_original("llama"))
+    write_gguf(path, "llama", original_weights("llama"), extra={"rope_freqs.weight": factors})
+    assert set(GgufWeights(path).shapes()) == set(original_weights("llama"))
     scaling = gguf_config(path)["rope_scaling"]
     assert (scaling["rope_type"], scaling["factor"]) == ("llama3", 8.0)
     other = np.linspace(1, 4, HEAD_DIM // 2).astype(np.float32)
-    _write(path, "llama", _original("llama"), extra={"rope_freqs.weight": other})
+    write_gguf(path, "llama", original_weights("llama"), extra={"rope_freqs.weight": other})
     scaling = gguf_config(path)["rope_scaling"]
     assert scaling["rope_type"] == "longrope" and scaling["long_factor"] == other.tolist()
     assert scaling["attention_factor"] == 1.0
@@ -221,7 +136,7 @@ def test_llama3_factors_are_those_of_transformers() -> None:
 
 def test_unknown_tensors_keep_their_names(tmp_path: Path) -> None:
     extra = {"blk.0.mystery.weight": np.ones(4, dtype=np.float32)}
-    _write(tmp_path / "m.gguf", "llama", _original("llama"), extra=extra)
+    write_gguf(tmp_path / "m.gguf", "llama", original_weights("llama"), extra=extra)
     assert "blk.0.mystery.weight" in GgufWeights(tmp_path / "m.gguf").shapes()
     with pytest.raises(WeightsError, match="nothing"):
         GgufWeights(tmp_path / "m.gguf").get("nothing")
@@ -296,7 +211,7 @@ def test_config_and_weights_are_what_transformers_makes(package: str) -> None:
 def test_gemma3_config_is_what_transformers_makes(tmp_path: Path) -> None:
     from transformers import Gemma3TextConfig
 
-    _write(tmp_path / "m.gguf", "gemma3", _original("gemma3"))
+    write_gguf(tmp_path / "m.gguf", "gemma3", original_weights("gemma3"))
     ours = gguf_config(tmp_path / "m.gguf")
     assert ours["rope_local_base_freq"] == 10_000.0 and ours["sliding_window_pattern"] == 6
     assert ours["model_type"] == "gemma3_text" and ours["head_dim"] == HEAD_DIM
@@ -328,13 +243,13 @@ def test_smollm2_weights_are_what_the_gguf_package_computes(smollm2_files: Model
     ):
         np.testing.assert_array_equal(source.get(ours).numpy(), stored(theirs))
     got = source.get("model.layers.3.self_attn.q_proj.weight").numpy()
-    np.testing.assert_array_equal(_permute(got, 9), stored("blk.3.attn_q.weight"))
+    np.testing.assert_array_equal(permuted(got, 9), stored("blk.3.attn_q.weight"))
     source.close()
 
 
 def test_writing_to_a_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    _write(path, "llama", _original("llama"))
+    write_gguf(path, "llama", original_weights("llama"))
     before = path.read_bytes()
     source = GgufWeights(path)
     tensor = source.get("model.norm.weight")
@@ -345,7 +260,7 @@ def test_writing_to_a_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
 
 def test_truncated_and_damaged_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    _write(path, "llama", _original("llama"))
+    write_gguf(path, "llama", original_weights("llama"))
     whole = path.read_bytes()
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(whole[:-100])
@@ -383,7 +298,7 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
 def test_what_cannot_be_run_is_refused(
     key: str, value: int | str, says: str, tmp_path: Path
 ) -> None:
-    _write(tmp_path / "m.gguf", "llama", _original("llama"), keys={key: value})
+    write_gguf(tmp_path / "m.gguf", "llama", original_weights("llama"), keys={key: value})
     with pytest.raises(ModelConfigError, match=says):
         gguf_config(tmp_path / "m.gguf")
 
@@ -391,7 +306,7 @@ def test_what_cannot_be_run_is_refused(
 def test_stated_rotary_scaling(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
     keys["qwen2.rope.scaling.original_context_length"] = 32
-    _write(tmp_path / "m.gguf", "qwen2", _original("qwen2"), keys=keys)
+    write_gguf(tmp_path / "m.gguf", "qwen2", original_weights("qwen2"), keys=keys)
     assert gguf_config(tmp_path / "m.gguf")["rope_scaling"] == {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -401,7 +316,7 @@ def test_stated_rotary_scaling(tmp_path: Path) -> None:
 
 def test_every_prefix_of_a_file_is_an_error_or_whole(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    _write(path, "qwen2", _original("qwen2"))
+    write_gguf(path, "qwen2", original_weights("qwen2"))
     whole = path.read_bytes()
     cut = tmp_path / "cut.gguf"
     for length in range(1, 4000, 37):

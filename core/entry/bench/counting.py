@@ -16,8 +16,17 @@ from octavo.core.instruments import Peaks
 PHASES = ("linear", "attention", "elementwise", "sampling", "host")
 """elementwise: embedding, norms, rotation and the cache's scatter, activation, quantising."""
 
-_ELEMENT = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
-_SCALES = {"int4": 4 / 32}  # bytes of scale and minimum for each input; int8's one a row is nothing
+_ELEMENT = {
+    "float32": 4.0,
+    "float16": 2.0,
+    "bfloat16": 2.0,
+    "int8": 1.0,
+    "int4": 0.5,
+    "codes8": 1.0,
+    "codes4": 0.5,
+}
+# Bytes of scale and minimum for each input; int8's one a row is nothing.
+_SCALES = {"int4": 4 / 32, "codes4": 4 / 32, "codes8": 2 / 32}
 
 _NORM, _ROTATE, _ACTIVATE, _QUANTISE, _COMPARE = 4, 3, 6, 3, 1
 """Operations on an element: square, add, scale, weigh; four products and two sums on a pair; SiLU and its

@@ -11,8 +11,9 @@
 namespace OCTAVO_NS {
 namespace {
 
-constexpr int64_t kRowBlock = 112;       // rows whose activations should stay in the L2 cache
-constexpr int64_t kPieceBytes = 1 << 16;  // of weights: less is not worth a hand-out
+constexpr int64_t kRowBlock = 112;         // rows whose activations should stay in the L2 cache
+constexpr int64_t kRowBlockOfCodes = 256;  // more: each block unpacks every panel again
+constexpr int64_t kPieceBytes = 1 << 16;   // of weights: less is not worth a hand-out
 
 template <int MAX, class F>
 OCTAVO_INLINE void with_rows(int rows, F &&f) {
@@ -54,6 +55,65 @@ OCTAVO_INLINE void float_tile(const float *a, int64_t lda, const T *b, int64_t k
     }
   }
   give(sum, acc);
+}
+
+// A panel of codes, one inner element after the other as float32: use(k, w[kVectors]). code * scale is exact, so that
+// every element is what the checkpoint says, and was rounded once.
+OCTAVO_INLINE vf float_of_nibble(vu x) {  // of each lane's lowest four bits
+#if defined(__AVX512F__)
+  const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return (vf)_mm512_permutexvar_ps((__m512i)x, all);
+#else
+  return __builtin_convertvector((vi)(x & 15u), vf);
+#endif
+}
+template <class F>
+OCTAVO_INLINE void each_of_codes4(const uint8_t *b, int64_t k, int64_t group, F &&use) {
+  for (int64_t i = 0; i < k; b += 4 * kPanel) {
+    const f16 *scales = reinterpret_cast<const f16 *>(b + group / 2 * kPanel);
+    vf d[kVectors], low[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) d[j] = load(scales + j * W), low[j] = load(scales + kPanel + j * W);
+    for (const int64_t end = i + group; i < end; i += 8, b += kPanel * 4) {
+      for (int j = 0; j < kPanel * 4; j += 64) prefetch<kFar>(b + j);
+      vu codes[kVectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) codes[j] = (vu)*reinterpret_cast<const vi_mem *>(b + j * W * 4);
+#pragma GCC unroll 8
+      for (int e = 0; e < 8; ++e) {
+        const int place = kStep == 4 ? e % 4 : (e & 1) * 2 + (e % 4 >> 1);
+        vf w[kVectors];
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) {
+          w[j] = fma(float_of_nibble(codes[j] >> (place * 8 + e / 4 * 4)), d[j], low[j]);
+        }
+        use(i + e, w);
+      }
+    }
+  }
+}
+template <class F>
+OCTAVO_INLINE void each_of_codes8(const uint8_t *b, int64_t k, int64_t group, F &&use) {
+  for (int64_t i = 0; i < k; b += 2 * kPanel) {
+    const f16 *scales = reinterpret_cast<const f16 *>(b + group * kPanel);
+    vf d[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) d[j] = load(scales + j * W);
+    for (const int64_t end = i + group; i < end; ++i, b += kPanel) {
+      prefetch<kFar>(b);
+      vf w[kVectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j)
+        w[j] = __builtin_convertvector(widen(reinterpret_cast<const int8_t *>(b) + j * W), vf) * d[j];
+      use(i, w);
+    }
+  }
+}
+template <class F>
+OCTAVO_INLINE void each_of_codes(const octavo_weight &w, const char *b, F &&use) {
+  const uint8_t *bytes = reinterpret_cast<const uint8_t *>(b);
+  if (w.format == OCTAVO_CODES4) return each_of_codes4(bytes, w.k, w.group, use);
+  each_of_codes8(bytes, w.k, w.group, use);
 }
 
 // Several rows of integers are bound by arithmetic, but their first tile would wait for memory if the
@@ -239,6 +299,25 @@ struct PanelTile {
     }
     finish<MR>(p.w, p.e, panel, row, acc);
   }
+  template <int MR, bool KEEP>
+  OCTAVO_INLINE void codes(float *unpacked) const {
+    const float *a = p.x + row * p.x_stride;
+    const int64_t lda = p.x_stride;
+    vf sum[MR][kVectors] = {}, acc[MR][kVectors];
+    each_of_codes(p.w, b, [&](int64_t i, const vf(&w)[kVectors]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m) {
+        const vf x = splat(a[m * lda + i]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) sum[m][j] = fma(x, w[j], sum[m][j]);
+      }
+      if constexpr (KEEP)
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) store(unpacked + i * kPanel + j * W, w[j]);
+    });
+    give(sum, acc);
+    finish<MR>(p.w, p.e, panel, row, acc);
+  }
   template <int MR>
   OCTAVO_INLINE void ints() const {
     const int64_t inner = int8_inner(p.w.k);
@@ -274,6 +353,23 @@ struct FloatTile : PanelTile {
     floats<MR, false>();
   }
 };
+// Of codes: each is used as it comes, and kept unpacked for the rows that follow if there are some.
+template <bool KEEP>
+struct CodesTile : PanelTile {
+  float *unpacked;
+  template <int MR>
+  __attribute__((noinline)) void operator()() const {
+    codes<MR, KEEP>(unpacked);
+  }
+};
+struct UnpackedTile : PanelTile {
+  template <int MR>
+  __attribute__((noinline)) void operator()() const {
+    vf acc[MR][kVectors];
+    float_tile<MR, false>(p.x + row * p.x_stride, p.x_stride, reinterpret_cast<const float *>(b), p.w.k, acc);
+    finish<MR>(p.w, p.e, panel, row, acc);
+  }
+};
 struct IntTile : PanelTile {
   static constexpr int rows = kIntRows;
   typedef IntTile First;
@@ -291,39 +387,76 @@ struct GroupTile : PanelTile {
   }
 };
 
-// Rows [row, end) of one panel, in tiles of nearly equal height.
-template <class T>
-void panel_rows(const Product &p, int64_t panel, int64_t row, int64_t end, int64_t bytes) {
-  const char *b = static_cast<const char *>(p.w.data) + panel * bytes;
-  const int64_t tiles = (end - row + T::rows - 1) / T::rows;
-  const int64_t stretches = tiles * ((p.w.k + kShared - 1) / kShared);
-  const bool asks = is_integer(p.w) && end - row > 1 && panel + 1 < panels(p.w);
-  Ahead ahead = {b + bytes, asks ? (bytes / 64 + stretches - 1) / stretches : 0};
-  for (int64_t i = 0, at = row; i < tiles; ++i) {
-    const int64_t n = (end - at + (tiles - i) - 1) / (tiles - i);
-    if (i == 0)
-      with_rows<T::rows>(int(n), typename T::First{{p, panel, at, b, ahead}});
-    else
-      with_rows<T::rows>(int(n), T{{p, panel, at, b, ahead}});
-    ahead.at += ahead.lines * 64 * (stretches / tiles);
-    at += n;
+// f(first row, how many, which tile of how many) for rows [row, end) in tiles of nearly equal height.
+template <class F>
+void in_tiles(int64_t row, int64_t end, int most, F &&f) {
+  const int64_t tiles = (end - row + most - 1) / most;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t n = (end - row + (tiles - i) - 1) / (tiles - i);
+    f(row, int(n), i, tiles);
+    row += n;
   }
 }
 
+// Rows [row, end) of one panel.
 template <class T>
-void run(const Product &p, int64_t rows) {
-  const int64_t n = panels(p.w), bytes = panel_bytes(p.w);
+void panel_rows(const Product &p, int64_t panel, int64_t row, int64_t end, int64_t bytes) {
+  const char *b = static_cast<const char *>(p.w.data) + panel * bytes;
+  const int64_t stretches = (p.w.k + kShared - 1) / kShared;
+  const bool asks = is_integer(p.w) && end - row > 1 && panel + 1 < panels(p.w);
+  in_tiles(row, end, T::rows, [&](int64_t at, int n, int64_t i, int64_t tiles) {
+    const int64_t lines = asks ? (bytes / 64 + tiles * stretches - 1) / (tiles * stretches) : 0;
+    const Ahead ahead = {b + bytes + i * stretches * lines * 64, lines};
+    if (i == 0)
+      with_rows<T::rows>(n, typename T::First{{p, panel, at, b, ahead}});
+    else
+      with_rows<T::rows>(n, T{{p, panel, at, b, ahead}});
+  });
+}
+// The same of a panel of codes. unpacked: room for it in float32, or null where there is none.
+void panel_rows_of_codes(const Product &p, int64_t panel, int64_t row, int64_t end, int64_t bytes, float *unpacked) {
+  const char *b = static_cast<const char *>(p.w.data) + panel * bytes;
+  if (!unpacked || end - row <= kCodesRows)
+    return in_tiles(row, end, kCodesRows, [&](int64_t at, int n, int64_t, int64_t) {
+      with_rows<kCodesRows>(n, CodesTile<false>{{p, panel, at, b, {}}, nullptr});
+    });
+  const int64_t tiles = (end - row + kFloatRows - 1) / kFloatRows, even = (end - row + tiles - 1) / tiles;
+  const int64_t wanted = even > kCodesRows && tiles == 1 ? (even + 1) / 2 : even;
+  const int first = wanted < kCodesRows ? int(wanted) : kCodesRows;
+  with_rows<kCodesRows>(first, CodesTile<true>{{p, panel, row, b, {}}, unpacked});
+  in_tiles(row + first, end, kFloatRows, [&](int64_t at, int n, int64_t, int64_t) {
+    with_rows<kFloatRows>(n, UnpackedTile{{p, panel, at, reinterpret_cast<const char *>(unpacked), {}}});
+  });
+}
+
+// f(slot, panel, row, end, a panel's bytes) for all panels, and all rows in blocks of at most `most`.
+template <class F>
+void over_panels(const octavo_weight &w, int64_t rows, int64_t most, F &&f) {
+  const int64_t n = panels(w), bytes = panel_bytes(w);
   const int threads = octavo::max_threads();
-  const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const int64_t blocks = (rows + most - 1) / most;
   int64_t grain = kPieceBytes / (bytes * (rows < 16 ? rows : 16)) + 1;
-  if (is_integer(p.w) && grain < 8) grain = 8;
+  if (is_integer(w) && grain < 8) grain = 8;
   const int64_t fair = n * blocks / (threads * 8);
   if (grain > fair) grain = fair > 0 ? fair : 1;
-  parallel(n * blocks, grain, threads, [&](int, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = rows * (i / n) / blocks, last = rows * (i / n + 1) / blocks;
-      panel_rows<T>(p, i % n, row, last, bytes);
-    }
+  parallel(n * blocks, grain, threads, [&](int slot, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(slot, i % n, rows * (i / n) / blocks, rows * (i / n + 1) / blocks, bytes);
+  });
+}
+template <class T>
+void run(const Product &p, int64_t rows) {
+  over_panels(p.w, rows, kRowBlock, [&](int, int64_t panel, int64_t row, int64_t end, int64_t bytes) {
+    panel_rows<T>(p, panel, row, end, bytes);
+  });
+}
+void run_codes(const Product &p, int64_t rows) {
+  const int64_t panel_size = p.w.k * kPanel;
+  float *unpacked = nullptr;
+  if (rows > kCodesRows)
+    unpacked = static_cast<float *>(
+        octavo::scratch(size_t(octavo::max_threads()) * size_t(panel_size) * sizeof(float)));
+  over_panels(p.w, rows, kRowBlockOfCodes, [&](int slot, int64_t panel, int64_t row, int64_t end, int64_t bytes) {
+    panel_rows_of_codes(p, panel, row, end, bytes, unpacked ? unpacked + slot * panel_size : nullptr);
   });
 }
 
@@ -335,6 +468,7 @@ void multiply(const octavo_weight &w, const float *x, int64_t x_stride, const Qu
   const Product p = {w, x, x_stride, q, e};
   if (w.format == OCTAVO_INT8) return run<IntTile>(p, rows);
   if (w.format == OCTAVO_INT4) return run<GroupTile>(p, rows);
+  if (is_coded(w)) return run_codes(p, rows);
   run<FloatTile>(p, rows);
 }
 

@@ -6,6 +6,8 @@
 //   int8    [k / kCodes][kPanel][kCodes] codes, then float32 scales [kPanel]
 //   int4    per group of inner elements: [group / 8][kPanel][4] bytes (element i in the low half of
 //           byte i, element i + 4 in the high half), then float16 scales and minima [kPanel] each
+//   codes4  as int4
+//   codes8  per group of inner elements: [group][kPanel] codes, then float16 scales [kPanel]
 // A gated weight holds gate rows in the first half of every panel's vectors and the up rows that
 // belong to them in the second, so that act(gate) * up needs no other panel.
 //
@@ -45,6 +47,15 @@ constexpr int kFloatRows = 8, kIntRows = 8, kGroupRows = 8;
 constexpr int kFloatRows = 8, kIntRows = 4, kGroupRows = 2;
 #else
 constexpr int kFloatRows = 2, kIntRows = 1, kGroupRows = 1;
+#endif
+
+// Of a tile that takes codes as they come: it unpacks what further rows then find unpacked.
+#if defined(__AVX512F__)
+constexpr int kCodesRows = 12;
+#elif defined(__MMA__)
+constexpr int kCodesRows = 1;  // more rows are multiplied faster by its own unit
+#else
+constexpr int kCodesRows = kFloatRows < 4 ? kFloatRows : 4;
 #endif
 
 // --- integer dot products: acc[lane] += sum over kStep of weight * activation, exact in int32 ---
@@ -138,6 +149,7 @@ inline int64_t panels(const octavo_weight &w) {
   return w.gated ? (w.n / 2 + kPanel / 2 - 1) / (kPanel / 2) : (w.n + kPanel - 1) / kPanel;
 }
 inline int64_t group_bytes(int64_t group) { return group / 2 * kPanel + 4 * kPanel; }
+inline int64_t codes8_bytes(int64_t group) { return group * kPanel + 2 * kPanel; }
 inline int64_t panel_bytes(const octavo_weight &w) {
   switch (w.format) {
     case OCTAVO_F32:
@@ -147,6 +159,8 @@ inline int64_t panel_bytes(const octavo_weight &w) {
       return round_up(w.k * kPanel * 2, 64);
     case OCTAVO_INT8:
       return round_up(int8_inner(w.k) * kPanel + 4 * kPanel, 64);
+    case OCTAVO_CODES8:
+      return round_up(w.k / w.group * codes8_bytes(w.group), 64);
     default:
       return round_up(w.k / w.group * group_bytes(w.group), 64);
   }
@@ -154,12 +168,15 @@ inline int64_t panel_bytes(const octavo_weight &w) {
 inline bool valid(const octavo_weight &w) {
   if (w.n <= 0 || w.k <= 0 || (w.gated && w.n % 2)) return false;
   if (w.format == OCTAVO_INT8) return w.k <= OCTAVO_INT8_MAX_K;
-  if (w.format == OCTAVO_INT4) return w.group >= 8 && w.group % 8 == 0 && w.k % w.group == 0 && w.group <= 4096;
+  if (w.format == OCTAVO_INT4 || w.format == OCTAVO_CODES4)
+    return w.group >= 8 && w.group % 8 == 0 && w.k % w.group == 0 && w.group <= 4096;
+  if (w.format == OCTAVO_CODES8) return w.group >= 1 && w.k % w.group == 0;
   return w.format == OCTAVO_F32 || w.format == OCTAVO_BF16 || w.format == OCTAVO_F16;
 }
 inline bool is_integer(const octavo_weight &w) {
   return w.format == OCTAVO_INT8 || w.format == OCTAVO_INT4;
 }
+inline bool is_coded(const octavo_weight &w) { return w.format == OCTAVO_CODES8 || w.format == OCTAVO_CODES4; }
 // The output of column c of panel p; at or past n (or, gated, past its half) there is none.
 struct Column {
   int64_t at;

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define OCTAVO_CPU_ABI 4
+#define OCTAVO_CPU_ABI 5
 
 #if defined(_WIN32)
 #define OCTAVO_API __declspec(dllexport)
@@ -18,7 +18,11 @@
 extern "C" {
 #endif
 
-enum octavo_dtype { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_F16 = 2, OCTAVO_INT8 = 3, OCTAVO_INT4 = 4 };
+/* INT8 and INT4: quantised weights whose products quantise the activations too. CODES8 and CODES4: the same of a
+ * checkpoint's codes, by float32 activations, as if the weight lay there in float32. */
+enum octavo_dtype {
+  OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_F16 = 2, OCTAVO_INT8 = 3, OCTAVO_INT4 = 4, OCTAVO_CODES8 = 5, OCTAVO_CODES4 = 6
+};
 enum octavo_status { OCTAVO_OK = 0, OCTAVO_BAD_ARGUMENT = -1, OCTAVO_NO_MEMORY = -2 };
 enum octavo_activation { OCTAVO_SILU = 0, OCTAVO_GELU = 1, OCTAVO_GELU_TANH = 2 };
 enum octavo_rotary_style { OCTAVO_NEOX = 0, OCTAVO_INTERLEAVED = 1 };
@@ -114,17 +118,18 @@ typedef struct {
   const void *data; /* packed, 64-byte aligned: see linear.h; its layout belongs to the variant in use */
   int64_t n, k;     /* outputs, inputs */
   int32_t format;   /* octavo_dtype */
-  int32_t group;    /* int4: inputs that share a scale */
+  int32_t group;    /* int4, codes8, codes4: inputs that share a scale */
   int32_t gated;    /* n / 2 gate rows, then n / 2 up rows, laid side by side */
 } octavo_weight;
 /* Bytes that `data` needs, or negative for a size or format that cannot be packed. */
 OCTAVO_API int64_t octavo_weight_bytes(const octavo_weight *w);
 /* Fills w->data from parts [part_rows[i], k] of one float dtype, stacked to n rows. int8 and int4 are
- * quantised here: per row, and per row and group. */
+ * quantised here: per row, and per row and group. codes8 and codes4 are refused: they have codes from the start. */
 OCTAVO_API int octavo_pack_weight(const octavo_weight *w, const void *const *parts,
                                   const int64_t *part_rows, int dtype);
-/* Fills w->data from given codes [n, k]. int8: int8 codes, float32 scales [n]. int4: a code a byte,
- * float16 scales and minima [n, k / group]. Value = code * scale + minimum. */
+/* Fills w->data from given codes [n, k]. int8: int8 codes, float32 scales [n]. int4, codes4: a code a byte,
+ * float16 scales and minima [n, k / group]. codes8: int8 codes, float16 scales [n, k / group].
+ * Value = code * scale + minimum. */
 OCTAVO_API int octavo_pack_codes(const octavo_weight *w, const void *codes, const void *scales,
                                  const void *minima);
 /* out[i] = row rows[i] of w as float32 [count, k]: an embedding's lookup. */

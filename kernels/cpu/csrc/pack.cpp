@@ -156,7 +156,7 @@ int64_t weight_bytes(const octavo_weight *w) { return valid(*w) ? panels(*w) * p
 
 int pack_weight(const octavo_weight *w, const void *const *parts, const int64_t *part_rows,
                 int dtype) {
-  if (!valid(*w)) return OCTAVO_BAD_ARGUMENT;
+  if (!valid(*w) || is_coded(*w)) return OCTAVO_BAD_ARGUMENT;
   const Source s = {parts, part_rows, w->k};
   return with_dtype(dtype, [&](auto *type) { return pack_panels(*w, s, type); });
 }
@@ -168,34 +168,40 @@ static void unpack_row(const octavo_weight &w, int64_t r, float *to) {
   const int64_t panel = w.gated ? at / half : at / kPanel;
   const int64_t c = w.gated ? at % half + (r >= w.n / 2 ? half : 0) : at % kPanel;
   const char *b = static_cast<const char *>(w.data) + panel * panel_bytes(w);
-  for (int64_t i = 0; i < w.k; ++i) {
-    const int64_t flat = i * kPanel + c;
-    switch (w.format) {
-      case OCTAVO_F32:
-        to[i] = reinterpret_cast<const float *>(b)[flat];
-        break;
-      case OCTAVO_BF16:
-        to[i] = to_float(reinterpret_cast<const bf16 *>(b)[flat]);
-        break;
-      case OCTAVO_F16:
-        to[i] = to_float(reinterpret_cast<const f16 *>(b)[flat]);
-        break;
-      case OCTAVO_INT8: {
+  switch (w.format) {
+    case OCTAVO_F32:
+      for (int64_t i = 0; i < w.k; ++i) to[i] = reinterpret_cast<const float *>(b)[i * kPanel + c];
+      break;
+    case OCTAVO_BF16:
+      for (int64_t i = 0; i < w.k; ++i) to[i] = to_float(reinterpret_cast<const bf16 *>(b)[i * kPanel + c]);
+      break;
+    case OCTAVO_F16:
+      for (int64_t i = 0; i < w.k; ++i) to[i] = to_float(reinterpret_cast<const f16 *>(b)[i * kPanel + c]);
+      break;
+    case OCTAVO_INT8: {
+      const float scale = reinterpret_cast<const float *>(b + int8_inner(w.k) * kPanel)[c];
+      for (int64_t i = 0; i < w.k; ++i) {
         const uint8_t code = uint8_t(b[(i / kCodes * kPanel + c) * kCodes + i % kCodes]);
-        const int value = int8_t(uint8_t(code - kOffset));
-        to[i] = float(value) * reinterpret_cast<const float *>(b + int8_inner(w.k) * kPanel)[c];
-        break;
+        to[i] = float(int8_t(uint8_t(code - kOffset))) * scale;
       }
-      default: {
-        const char *group = b + i / w.group * group_bytes(w.group);
-        const int64_t in = i % w.group, e = in % 4;
-        const int64_t place = kStep == 4 ? e : (e & 1) * 2 + (e >> 1);
-        const uint8_t both = uint8_t(group[(in / 8 * kPanel + c) * 4 + place]);
-        const f16 *scales = reinterpret_cast<const f16 *>(group + w.group / 2 * kPanel);
-        to[i] = float(in % 8 < 4 ? both & 15 : both >> 4) * to_float(scales[c]) +
-                to_float(scales[kPanel + c]);
-      }
+      break;
     }
+    case OCTAVO_CODES8:
+      for (const float *end = to + w.k; to < end; to += w.group, b += codes8_bytes(w.group)) {
+        const float scale = to_float(reinterpret_cast<const f16 *>(b + w.group * kPanel)[c]);
+        for (int64_t i = 0; i < w.group; ++i) to[i] = float(int8_t(b[i * kPanel + c])) * scale;
+      }
+      break;
+    default:
+      for (const float *end = to + w.k; to < end; to += w.group, b += group_bytes(w.group)) {
+        const f16 *scales = reinterpret_cast<const f16 *>(b + w.group / 2 * kPanel);
+        const float scale = to_float(scales[c]), low = to_float(scales[kPanel + c]);
+        for (int64_t i = 0; i < w.group; ++i) {
+          const int64_t e = i % 4, place = kStep == 4 ? e : (e & 1) * 2 + (e >> 1);
+          const uint8_t both = uint8_t(b[(i / 8 * kPanel + c) * 4 + place]);
+          to[i] = float(i % 8 < 4 ? both & 15 : both >> 4) * scale + low;
+        }
+      }
   }
 }
 

@@ -32,27 +32,35 @@ void put_int4(char *panel, const uint8_t *row, const uint16_t *scales, const uin
   }
 }
 
+void put_codes8(char *panel, const int8_t *row, const uint16_t *scales, int64_t k, int64_t group, int c) {
+  for (int64_t g = 0; g < k / group; ++g) {
+    char *at = panel + g * codes8_bytes(group);
+    for (int64_t i = 0; i < group; ++i) at[i * kPanel + c] = static_cast<char>(row ? row[g * group + i] : 0);
+    reinterpret_cast<uint16_t *>(at + group * kPanel)[c] = row ? scales[g] : 0;
+  }
+}
+
 }  // namespace
 
 int pack_codes(const octavo_weight *w, const void *codes, const void *scales, const void *minima) {
-  if (!valid(*w) || !is_integer(*w)) return OCTAVO_BAD_ARGUMENT;
+  if (!valid(*w) || !(is_integer(*w) || is_coded(*w))) return OCTAVO_BAD_ARGUMENT;
   const int64_t bytes = panel_bytes(*w), k = w->k;
-  const bool bytewise = w->format == OCTAVO_INT8;
-  const int64_t groups = bytewise ? 1 : k / w->group;
+  const int64_t groups = w->format == OCTAVO_INT8 ? 1 : k / w->group;
   parallel(panels(*w), 1, octavo::max_threads(), [&](int, int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       char *panel = static_cast<char *>(const_cast<void *>(w->data)) + p * bytes;
       for (int c = 0; c < kPanel; ++c) {
         const Column col = column(*w, p, c);
         const int64_t at = col.exists ? col.at : 0;
-        if (bytewise) {
-          put_int8(panel, col.exists ? static_cast<const int8_t *>(codes) + at * k : nullptr,
-                   static_cast<const float *>(scales)[at], k, c);
-        } else {
-          put_int4(panel, col.exists ? static_cast<const uint8_t *>(codes) + at * k : nullptr,
-                   static_cast<const uint16_t *>(scales) + at * groups,
+        const void *row = col.exists ? static_cast<const char *>(codes) + at * k : nullptr;
+        const uint16_t *halves = static_cast<const uint16_t *>(scales) + at * groups;
+        if (w->format == OCTAVO_INT8)
+          put_int8(panel, static_cast<const int8_t *>(row), static_cast<const float *>(scales)[at], k, c);
+        else if (w->format == OCTAVO_CODES8)
+          put_codes8(panel, static_cast<const int8_t *>(row), halves, k, w->group, c);
+        else
+          put_int4(panel, static_cast<const uint8_t *>(row), halves,
                    static_cast<const uint16_t *>(minima) + at * groups, k, w->group, c);
-        }
       }
     }
   });

@@ -254,6 +254,21 @@ OCTAVO_INLINE vu widen(const uint16_t *p) {  // GCC splits the generic form, or 
   return __builtin_convertvector(*reinterpret_cast<const vh_mem *>(p), vu);
 #endif
 }
+OCTAVO_INLINE vi widen(const int8_t *p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+#elif defined(__x86_64__)
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  const __m128i x = _mm_cvtsi32_si128(four), twice = _mm_unpacklo_epi8(x, x);
+  return (vi)_mm_srai_epi32(_mm_unpacklo_epi16(twice, twice), 24);
+#else
+  typedef int8_t vb_mem __attribute__((vector_size(W), aligned(1), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const vb_mem *>(p), vi);
+#endif
+}
 OCTAVO_INLINE vf load(const bf16 *p) { return (vf)(widen(&p->bits) << 16); }
 OCTAVO_INLINE vf load(const f16 *p) {
 #if defined(__AVX512F__)

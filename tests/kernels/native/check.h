@@ -66,7 +66,7 @@ inline double slack(int dtype) {
   return dtype == OCTAVO_BF16 ? 0x1p-8 : dtype == OCTAVO_F16 ? 0x1p-10 : 4e-6;
 }
 inline const char *name_of(int dtype) {
-  static const char *const names[] = {"float32", "bfloat16", "float16", "int8", "int4"};
+  static const char *const names[] = {"float32", "bfloat16", "float16", "int8", "int4", "codes8", "codes4"};
   return names[dtype];
 }
 
@@ -128,6 +128,46 @@ class Array {
   std::vector<unsigned char> bytes_;
 };
 
+// --- weights as a checkpoint has them in codes ---
+
+inline bool has_codes(int format) { return format == OCTAVO_CODES8 || format == OCTAVO_CODES4; }
+
+// Codes near `source` [n, k], with a scale and perhaps a minimum for `group` inputs. Something that is not finite
+// makes its group's scale so.
+struct Codes {
+  int group;
+  std::vector<uint8_t> codes;
+  Array scales, minima;
+
+  Codes(const Array &source, int format, int group_)
+      : group(group_), codes(source.size()), scales(source.size() / group_, OCTAVO_F16),
+        minima(source.size() / group_, OCTAVO_F16) {
+    const bool four = format == OCTAVO_CODES4;
+    for (size_t g = 0; g < scales.size(); ++g) {
+      double low = 0, high = 0, odd = 0;
+      for (int i = 0; i < group; ++i) {
+        const double x = source[g * group + i];
+        low = std::fmin(low, x), high = std::fmax(high, x), odd += x * 0;
+      }
+      scales.set(g, (four ? (high - low) / 15 : std::fmax(-low, high) / 127) + odd);
+      minima.set(g, four ? low : 0);
+      for (int i = 0; i < group; ++i) {
+        const double steps = (source[g * group + i] - minima[g]) / scales[g];
+        const double code = std::isfinite(steps) ? std::nearbyint(steps) : 0;
+        codes[g * group + i] = static_cast<uint8_t>(static_cast<int>(four ? std::fmin(std::fmax(code, 0), 15) : code));
+      }
+    }
+  }
+  // What element i stands for, rounded once.
+  float value(size_t i, int format) const {
+    const double code = format == OCTAVO_CODES4 ? codes[i] : static_cast<int8_t>(codes[i]);
+    return static_cast<float>(code * scales[i / group] + minima[i / group]);
+  }
+  int pack(const octavo_weight &w) const {
+    return octavo_pack_codes(&w, codes.data(), scales.data(), w.format == OCTAVO_CODES4 ? minima.data() : nullptr);
+  }
+};
+
 // --- checks ---
 
 // Counts checks; a failed one is printed (the first 20). Digests collect result bits, so that two
@@ -186,6 +226,7 @@ void test_attention(Report &);
 void test_attention_company(Report &);
 void test_packing(Report &);
 void test_products(Report &);
+void test_products_of_codes(Report &);
 void test_exact_products(Report &);
 void test_product_company(Report &);
 void test_odd_numbers(Report &);

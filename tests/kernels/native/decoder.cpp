@@ -33,7 +33,10 @@ struct Layer {
       const Array source = Array::normal(random, n * k, OCTAVO_F32, 0.2);
       const void *const parts[] = {source.data()};
       const int64_t rows[] = {n};
-      octavo_pack_weight(w[i], parts, rows, OCTAVO_F32);
+      if (has_codes(format))
+        Codes(source, format, 32).pack(*w[i]);
+      else
+        octavo_pack_weight(w[i], parts, rows, OCTAVO_F32);
       biases[i] = Array::normal(random, n);
       if (bias) *at[i] = biases[i].floats();
     }
@@ -72,7 +75,7 @@ bool single_calls(const octavo_layer &l, const octavo_layer_step &s, Array &x, A
 
 void test_decoder_layer(Report &r) {
   Random random(41);
-  for (int format : {OCTAVO_F32, OCTAVO_BF16, OCTAVO_F16, OCTAVO_INT8, OCTAVO_INT4})
+  for (int format : {OCTAVO_F32, OCTAVO_BF16, OCTAVO_F16, OCTAVO_INT8, OCTAVO_INT4, OCTAVO_CODES8, OCTAVO_CODES4})
     for (bool bias : {false, true}) {
       const Layer layer(random, format, format % 3, bias);
       const int kv_dtype = format % 3;
@@ -198,7 +201,7 @@ void test_tails(Report &r, const octavo_layer *const *all, const octavo_layer_st
 
 void test_decoder_layers(Report &r) {
   Random random(42);
-  for (int format : {OCTAVO_F32, OCTAVO_INT8, OCTAVO_INT4})
+  for (int format : {OCTAVO_F32, OCTAVO_INT8, OCTAVO_INT4, OCTAVO_CODES8, OCTAVO_CODES4})
     for (bool backwards : {false, true}) {
       const int kv_dtype = format == OCTAVO_INT8 ? OCTAVO_F16 : OCTAVO_F32;
       std::vector<std::unique_ptr<Layer>> layers;

@@ -7,8 +7,9 @@
 
 namespace {
 
-const int kFormats[] = {OCTAVO_F32, OCTAVO_BF16, OCTAVO_F16, OCTAVO_INT8, OCTAVO_INT4};
+const int kFormats[] = {OCTAVO_F32, OCTAVO_BF16, OCTAVO_F16, OCTAVO_INT8, OCTAVO_INT4, OCTAVO_CODES8, OCTAVO_CODES4};
 bool integer(int format) { return format == OCTAVO_INT8 || format == OCTAVO_INT4; }
+bool grouped(int format) { return format == OCTAVO_INT4 || has_codes(format); }
 
 struct Packed {
   octavo_weight w;
@@ -21,6 +22,10 @@ struct Packed {
     // Exactly what was asked for, so that a checker of memory sees a read or write beyond it.
     if (bytes > 0 && !posix_memalign(&data, 64, static_cast<size_t>(bytes))) memory.reset(data);
     w.data = data;
+    if (has_codes(format)) {
+      status = bytes > 0 ? Codes(source, format, group).pack(w) : OCTAVO_BAD_ARGUMENT;
+      return;
+    }
     const int64_t first = n / 3, rows[] = {first, n - first};
     const void *const parts[] = {source.at(0), source.at(first * k)};
     status = bytes > 0 ? octavo_pack_weight(&w, parts, rows, source.dtype()) : OCTAVO_BAD_ARGUMENT;
@@ -58,7 +63,12 @@ void test_packing(Report &r) {
         const Packed packed(source, n, k, format, gated);
         r.that(!packed.status, "status");
         const Array back = packed.rows();
+        const Codes codes(source, has_codes(format) ? format : OCTAVO_CODES8, 32);
         for (int64_t i = 0; i < n * k; ++i) {
+          if (has_codes(format)) {
+            r.near(back[i], codes.value(i, format), 0, 0, "unpacked codes", i);
+            continue;
+          }
           if (!integer(format)) {
             r.near(back[i], rounded(source[i], format), 0, 0, "unpacked", i);
             continue;
@@ -74,6 +84,15 @@ void test_packing(Report &r) {
       }
   octavo_weight bad = {nullptr, 10, 48, OCTAVO_INT4, 32, 0};
   r.that(octavo_weight_bytes(&bad) < 0, "groups have to fill a row");
+  for (int format : {OCTAVO_CODES8, OCTAVO_CODES4}) {
+    bad = {nullptr, 10, 48, format, 32, 0};
+    r.that(octavo_weight_bytes(&bad) < 0, "groups of codes have to fill a row");
+    const Array source = Array::normal(random, 32 * 32), room(4096);
+    const void *const parts[] = {source.data()};
+    const int64_t rows[] = {32};
+    const octavo_weight w = {room.data(), 32, 32, format, 32, 0};
+    r.that(octavo_pack_weight(&w, parts, rows, OCTAVO_F32) == OCTAVO_BAD_ARGUMENT, "nothing is quantised to codes");
+  }
   bad = {nullptr, 10, OCTAVO_INT8_MAX_K + 1, OCTAVO_INT8, 0, 0};
   r.that(octavo_weight_bytes(&bad) < 0, "int8 rows that could overflow are refused");
 }
@@ -86,8 +105,8 @@ void test_products(Report &r) {
   for (int format : kFormats)
     for (bool gated : {false, true})
       for (const auto &[rows, outputs, inner] : shapes) {
-        const int64_t n = outputs + (gated && outputs % 2), group = format == OCTAVO_INT4 && inner % 32 ? 8 : 32;
-        const int64_t k = format == OCTAVO_INT4 ? inner : inner + rows % 5;
+        const int64_t n = outputs + (gated && outputs % 2), group = grouped(format) && inner % 32 ? 8 : 32;
+        const int64_t k = grouped(format) ? inner : inner + rows % 5;
         const Array source = Array::normal(random, n * k, OCTAVO_F32, 0.1);
         const Packed packed(source, n, k, format, gated, static_cast<int>(group));
         if (!r.that(!packed.status, "status")) continue;
@@ -117,6 +136,22 @@ void test_products(Report &r) {
   Array dense(6 * 64);
   for (int64_t i = 0; i < 6 * 64; ++i) dense.set(i, wide[i / 64 * 90 + i % 64]);
   r.that(packed.times(dense, 6) == packed.times(wide, 6, nullptr, 90), "strided rows");
+}
+
+// Products with codes have the bits of those with the numbers that the codes stand for.
+void test_products_of_codes(Report &r) {
+  Random random(26);
+  for (int format : {OCTAVO_CODES8, OCTAVO_CODES4})
+    for (bool gated : {false, true})
+      for (int64_t rows : {1, 2, 5, 8, 12, 13, 14, 15, 29, 64, 113, 300}) {
+        const int64_t n = 70, k = rows % 2 ? 96 : 160;
+        const Array source = Array::normal(random, n * k, OCTAVO_F32, 0.1), x = Array::normal(random, rows * k);
+        const Packed packed(source, n, k, format, gated);
+        r.that(!packed.status, "status");
+        const Packed plain(packed.rows(), n, k, OCTAVO_F32, gated);
+        r.that(packed.times(x, rows) == plain.times(x, rows), "%lld rows by %s have other bits than by float32",
+               static_cast<long long>(rows), name_of(format));
+      }
 }
 
 // Codes whose scale is 1 give integers: no instruction may saturate or wrap.

@@ -20,7 +20,7 @@ const struct Test {
     {"conversions", test_conversions}, {"norms", test_norms}, {"rotary", test_rotary},
     {"activations", test_activations}, {"write_kv", test_write_kv}, {"blocks", test_blocks},
     {"attention", test_attention}, {"attention_company", test_attention_company}, {"packing", test_packing},
-    {"products", test_products}, {"exact_products", test_exact_products}, {"product_company", test_product_company},
+    {"products", test_products}, {"products_of_codes", test_products_of_codes}, {"exact_products", test_exact_products}, {"product_company", test_product_company},
     {"odd_numbers", test_odd_numbers}, {"sample", test_sample}, {"sample_distribution", test_sample_distribution},
     {"logprobs", test_logprobs}, {"decoder_layer", test_decoder_layer},
     {"decoder_layers", test_decoder_layers}, {"threads", test_threads},
