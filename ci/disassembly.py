@@ -110,7 +110,7 @@ def check(machine: str, isa: str, all_functions: list[Function]) -> tuple[list[s
     described = []
     # FloatTile stands for FirstFloatTile too: the compiler keeps one where they are the same.
     for tile, pattern in (
-        (":FloatTile::operator()", expected.floats),
+        ("FloatTile::operator()", expected.floats),
         ("UnpackedTile::operator()", expected.floats),
         ("int_panel", expected.ints),
     ):

@@ -59,6 +59,9 @@ class Ops:
     # the file go as it is read.
     keeps_packed: ClassVar[bool] = True
 
+    # Whether `sample` gives -1 also where the largest logit is infinite, so that nobody looks at what it drew.
+    draws_finite: ClassVar[bool] = False
+
     def fuses(self, name: str, spec: LayerSpec) -> bool:
         """Whether the larger op `name` should run `spec`: asked once, when a model is made."""
         return fusion_stands(type(self), name) and self.supports(name, spec)

@@ -272,4 +272,6 @@ def _put_in(found: ResolvedOps, base: type[Ops], bodies: Mapping[str, Callable[.
     namespace |= {"_octavo_base": base, "__module__": base.__module__}
     if kept:
         namespace["fusions"] = kept
+    if "sample" in bodies:
+        namespace["draws_finite"] = False  # what the backend promises of its own
     found.ops.__class__ = type(base.__name__, (base,), namespace)

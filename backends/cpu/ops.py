@@ -133,6 +133,7 @@ class CpuOps(Ops):
     device = "cpu"
     # A file's pages are small ones.
     keeps_packed: ClassVar = not huge_pages.available()
+    draws_finite: ClassVar = True
     fusions: ClassVar = {
         "decoder_layer": COVERED,
         "decoder_layers": ("decoder_layer", *COVERED),

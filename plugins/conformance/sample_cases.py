@@ -81,6 +81,9 @@ def greedy(subject: Subject, dice: Dice) -> Finding:
     logits[4, : logits.shape[1] // 2] = -np.inf
     best[4] = logits[4].argmax()
     best[2] = best[3] = -1
+    if subject.ops.draws_finite:
+        logits[5, int(dice.integers(logits.shape[1]))] = np.inf
+        best[5] = -1
     got = _sample(subject, logits)
     demand(got == best.tolist(), f"greedy gave {got}, the most likely are {best.tolist()}")
     return Finding()

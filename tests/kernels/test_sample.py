@@ -60,9 +60,9 @@ def twin(
     seed: int = 0,
     counter: int = 0,
 ) -> int:
-    if np.isnan(logits).any() or logits.max() == -np.inf:
+    if np.isnan(logits).any() or not np.isfinite(logits.max()):
         return -1
-    if temperature == 0 or logits.max() == np.inf:
+    if temperature == 0:
         return int(np.argmax(logits))
     keep = kept(logits, temperature, top_k, top_p, min_p)
     noise = -np.log(-np.log(uniform(seed, counter, len(logits))))

@@ -167,7 +167,8 @@ OCTAVO_API int octavo_decoder_layer(const octavo_layer *layer, const octavo_laye
 OCTAVO_API int octavo_decoder_layers(const octavo_layer *const *layers,
                                      const octavo_layer_step *const *steps, int64_t count, float *x);
 
-/* --- sampling, from float32 logits [rows, vocab]; a NULL array means "off" for every row --- */
+/* --- sampling, from float32 logits [rows, vocab]; a NULL array means "off" for every row; -1 where no token
+ * is allowed, the largest logit is infinite or one is a NaN --- */
 OCTAVO_API int octavo_sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab,
                              int64_t row_stride, const float *temperature, const int32_t *top_k,
                              const float *top_p, const float *min_p, const uint64_t *seed,

@@ -341,7 +341,8 @@ int sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab, int64
     for (int64_t b = begin; b < end; ++b) {
       Row r = {logits + b * row_stride, vocab, 0, temperature ? temperature[b] : 1.0f};
       out[b] = argmax(r.logits, vocab, &r.top);
-      if (out[b] < 0 || !(r.scale > 0) || r.top == __builtin_inff()) continue;
+      if (r.top == __builtin_inff()) out[b] = -1;
+      if (out[b] < 0 || !(r.scale > 0)) continue;
       int64_t spare;
       const float floor = threshold(r, m, top_k ? top_k[b] : 0, top_p ? top_p[b] : 1.0f,
                                     min_p ? min_p[b] : 0.0f, &spare);

@@ -69,8 +69,8 @@ int64_t expected(const float *logits, int64_t vocab, const Settings &s) {
     if (std::isnan(logits[i])) return -1;
     if (logits[i] > logits[best]) best = i;
   }
-  if (logits[best] == -INFINITY) return -1;
-  if (s.temperature == 0 || logits[best] == INFINITY) return best;
+  if (std::isinf(logits[best])) return -1;
+  if (s.temperature == 0) return best;
   const std::vector<bool> keep = kept(logits, vocab, s);
   const double top = logits[best];
   double most = -INFINITY;
