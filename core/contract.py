@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.contract_data import (
     Capabilities,
     Ctx,
+    DecoderSpec,
     ExecutionPlan,
     Handle,
     Inputs,
@@ -43,6 +44,7 @@ __all__ = [
     "Capabilities",
     "Communicator",
     "Ctx",
+    "DecoderSpec",
     "ExecutionPlan",
     "Handle",
     "Inputs",

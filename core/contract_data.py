@@ -278,6 +278,23 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A whole decoder that may run as one fused op, from token ids to logits. Weights go by name.
+
+    layers: all, in order, as `Ops.decoder_layers` takes them. embedding: whose rows the ids name. norm: the
+    one behind the layers. head: what the norm's result is multiplied with. eps: of the norm. norm_offset: what
+    is added to its weights.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    embedding: str
+    norm: str
+    head: str
+    eps: float = 1e-6
+    norm_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Ctx:
     """All that a layer may use inside a step, passed down explicitly.
 

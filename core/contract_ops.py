@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from octavo.core.contract_data import (
     Ctx,
+    DecoderSpec,
     Handle,
     Inputs,
     KVSpec,
@@ -79,6 +80,11 @@ class Ops:
         in every step. With `ctx.logits_only` the rows of the result may be anything that are not among the
         batch's `logits_rows`; what all rows write to the KV cache is still wanted. Optional."""
         raise NotImplementedError("no decoder_layers: `supports` was not asked")
+
+    def decoder_logits(self, spec: DecoderSpec, ctx: Ctx) -> torch.Tensor:
+        """Logits [L, V] float32 of the batch's `logits_rows` from its `token_ids`: embedding, all layers, norm and
+        head, for who offers this too. `spec` is the same object in every step. Optional."""
+        raise NotImplementedError("no decoder_logits: `supports` was not asked")
 
     # KV cache: one opaque handle per layer; an op returns the handle to use from now on. The one it was
     # given may be invalid then (donated to the device): the core never touches it again.

@@ -23,7 +23,7 @@ from octavo.core.contract import (
     handle_of,
 )
 from octavo.core.loading.progress import Progress
-from octavo.core.models.base import Model
+from octavo.core.models.base import Model, wanted
 from octavo.core.pooler import pool, pools
 from octavo.core.sampler import Sampler, StaticSampler, sample_program
 from octavo.core.structured import Grammars
@@ -31,8 +31,6 @@ from octavo.core.types import Batch, StepPlan, StepResult, TokenLogprobs
 from octavo.core.warm_up import example_batches
 
 if TYPE_CHECKING:
-    import torch
-
     from octavo.core.host_store import HostStore
 
 
@@ -43,17 +41,9 @@ def forward_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]
         weights: Mapping[str, PackedWeight], kv: list[Handle], inputs: Inputs
     ) -> tuple[StepOut, list[Handle]]:
         ctx = Ctx(weights, kv, inputs, logits_only=True)
-        hidden = model.hidden(ctx)
-        logits = model.logits(_wanted(hidden, inputs), ctx)
-        return StepOut(logits=logits), ctx.kv
+        return StepOut(logits=model.step_logits(ctx)), ctx.kv
 
     return forward
-
-
-def _wanted(hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """The rows of hidden [T, H] whose logits are wanted."""
-    rows = inputs.logits_rows
-    return hidden if rows is None else hidden.index_select(0, rows)
 
 
 def embed_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
@@ -65,7 +55,7 @@ def embed_program(model: Model) -> Callable[..., tuple[StepOut, list[Handle]]]:
     ) -> tuple[StepOut, list[Handle]]:
         ctx = Ctx(weights, kv, inputs)
         hidden = model.hidden(ctx)
-        rows = _wanted(hidden, inputs)
+        rows = wanted(hidden, inputs)
         logits = model.logits(rows, ctx) if model.generates else rows
         return StepOut(logits=logits, hidden=hidden), ctx.kv
 

@@ -49,6 +49,7 @@ KERNEL_OPS = (
     "embedding",
     "decoder_layer",
     "decoder_layers",
+    "decoder_logits",
     "sample",
     "mask_logits",
     "best_allowed",

@@ -17,7 +17,7 @@ from octavo.core import huge_pages
 from octavo.core.ops import DTYPES, TorchInputs, concatenated
 from octavo.core.quantization.base import QuantizedTensor
 from octavo.kernels import cpu as lib
-from octavo.plugins import Ctx, KVSpec, LayerSpec, Ops, SampleInputs, WeightSpec
+from octavo.plugins import Ctx, DecoderSpec, KVSpec, LayerSpec, Ops, SampleInputs, WeightSpec
 
 if TYPE_CHECKING:
     from octavo.backends.cpu.providers import Provider
@@ -114,7 +114,8 @@ COVERED = (
 @dataclass(slots=True)
 class BoundStack:
     """Layers bound to weights and caches for the kernel, what they were bound by, and the steps they
-    share: by KV group and shape, as filled for the inputs `meta`. last: the last layer's step."""
+    share: by KV group and shape, as filled for the inputs `meta`. last: the last layer's step. ends: what stands
+    around all layers of a model, once it was asked for."""
 
     specs: LayerSpec | Sequence[LayerSpec]
     weights: Mapping[str, Any]
@@ -122,6 +123,7 @@ class BoundStack:
     steps: list[tuple[int, lib.LayerStep, CpuKV]]
     last: lib.LayerStep
     meta: TorchInputs
+    ends: lib.DecoderEnds | None = None
 
 
 class CpuOps(Ops):
@@ -137,6 +139,7 @@ class CpuOps(Ops):
     fusions: ClassVar = {
         "decoder_layer": COVERED,
         "decoder_layers": ("decoder_layer", *COVERED),
+        "decoder_logits": ("decoder_layer", "decoder_layers", "embedding", *COVERED),
     }
 
     def __init__(self, provider: Provider | None = None) -> None:
@@ -148,24 +151,38 @@ class CpuOps(Ops):
         return name in self.fusions and self._provider is None
 
     def decoder_layer(self, x: torch.Tensor, spec: LayerSpec, ctx: Ctx) -> torch.Tensor:
-        return self._run_layers(x, (spec,), spec, ctx, None)
+        lib.decoder_layers(self._bound((spec,), spec, ctx, None).stack, x)
+        return x
 
     def decoder_layers(self, x: torch.Tensor, specs: Sequence[LayerSpec], ctx: Ctx) -> torch.Tensor:
         tails = _tails(ctx.meta) if ctx.logits_only else None
-        return self._run_layers(x, specs, specs, ctx, tails)
+        lib.decoder_layers(self._bound(specs, specs, ctx, tails).stack, x)
+        return x
 
-    def _run_layers(
+    def decoder_logits(self, spec: DecoderSpec, ctx: Ctx) -> torch.Tensor:
+        weights, meta = ctx.weights, ctx.meta
+        found = self._bound(spec.layers, spec.layers, ctx, _tails(meta))
+        if found.ends is None:
+            embedding, head, norm = (weights[n] for n in (spec.embedding, spec.head, spec.norm))
+            found.ends = lib.DecoderEnds(embedding, head, norm, spec.eps, spec.norm_offset)
+        rows = meta.logits_rows
+        count = (meta.token_ids if rows is None else rows).shape[0]
+        out = self._results.empty(count, weights[spec.head].n)  # a step's logits are large
+        lib.decoder_logits(out, found.stack, found.ends, meta.token_ids, rows)
+        return out
+
+    def _bound(
         self,
-        x: torch.Tensor,
         specs: Sequence[LayerSpec],
         by: LayerSpec | Sequence[LayerSpec],
         ctx: Ctx,
         tails: np.ndarray[Any, np.dtype[np.int32]] | None,
-    ) -> torch.Tensor:
-        """`by` is what the bound layers are found again by, `tails` which rows are wanted after the last."""
+    ) -> BoundStack:
+        """The layers, with this step's arrays. `by` is what they are found again by, `tails` which rows are
+        wanted after the last."""
         meta: TorchInputs = ctx.meta
         bound = ctx.kv[specs[0].layer].bound
-        found = bound.get(id(by))
+        found: BoundStack | None = bound.get(id(by))
         if found is None or found.weights is not ctx.weights:
             found = bound[id(by)] = self._bind_all(specs, by, ctx)
         elif found.meta is not meta:
@@ -175,8 +192,7 @@ class CpuOps(Ops):
                 _announce(handle.region, arrays[3], handle.block_size)
             found.meta = meta
         found.last.keep_tails(tails)
-        lib.decoder_layers(found.stack, x)
-        return x
+        return found
 
     def _bind_all(
         self, specs: Sequence[LayerSpec], by: LayerSpec | Sequence[LayerSpec], ctx: Ctx

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from octavo.core.contract import Ctx, LayerSpec, Ops, handle_of
-from octavo.core.layers.module import Linear, Module, RMSNorm
+from octavo.core.contract import Ctx, DecoderSpec, LayerSpec, Ops, handle_of
+from octavo.core.layers.module import Embedding, Head, Linear, Module, RMSNorm
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,9 @@ DECODER_LAYER = "decoder_layer"
 
 DECODER_LAYERS = "decoder_layers"
 """That of several layers."""
+
+DECODER_LOGITS = "decoder_logits"
+"""That of all from token ids to logits."""
 
 ROTARY = "rotary"
 """Prefix of the names under which cosine and sine tables stand among the weights."""
@@ -168,6 +172,17 @@ class Decoder(Module):
         self._fused = fused if len(fused) == len(self.layers) else []
         whole = self._fused and all(ops.fuses(DECODER_LAYERS, spec) for spec in self._specs)
         self._whole = ops.decoder_layers if whole else None
+
+    def to_logits(
+        self, ops: Ops, embedding: Embedding, head: Head
+    ) -> Callable[[Ctx], torch.Tensor] | None:
+        """What runs all from embedding to head as one call, or None where the ops do not."""
+        if self._whole is None or not all(ops.fuses(DECODER_LOGITS, s) for s in self._specs):
+            return None
+        norm = self.norm
+        names = (embedding.weight, norm.weight, head.weight)
+        spec = DecoderSpec(self._specs, *names, eps=norm.eps, norm_offset=norm.offset)
+        return partial(ops.decoder_logits, spec)
 
     def __call__(self, x: torch.Tensor, ctx: Ctx) -> torch.Tensor:
         """The normed hidden states [T, hidden] after all layers, of embeddings x [T, hidden]."""

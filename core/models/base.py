@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.core.config import ConfigError
-from octavo.core.contract import Ctx, KVSpec, ModelShape, Ops
+from octavo.core.contract import Ctx, Inputs, KVSpec, ModelShape, Ops
 from octavo.core.layers.module import Module
 
 if TYPE_CHECKING:
@@ -62,6 +62,16 @@ class Model(Module):
     def logits(self, hidden: torch.Tensor, ctx: Ctx) -> torch.Tensor:
         """hidden [L, hidden] -> logits [L, vocabulary]. Not asked of a model that generates nothing."""
         raise NotImplementedError
+
+    def step_logits(self, ctx: Ctx) -> torch.Tensor:
+        """Logits [L, vocabulary] of the batch's `logits_rows`."""
+        return self.logits(wanted(self.hidden(ctx), ctx.meta), ctx)
+
+
+def wanted(hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """The rows of hidden [T, H] whose logits are wanted."""
+    rows = inputs.logits_rows
+    return hidden if rows is None else hidden.index_select(0, rows)
 
 
 def model_class(config: Mapping[str, Any], known: Mapping[str, str] = ARCHITECTURES) -> type[Model]:

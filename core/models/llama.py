@@ -3,7 +3,7 @@ window) and Qwen2 (biases on q, k and v)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.config import ConfigError
@@ -23,6 +23,7 @@ class Llama(Model):
     """The Llama architecture."""
 
     prefix = "model."
+    _to_logits: Callable[[Ctx], torch.Tensor] | None = None
 
     def __init__(self, config: Mapping[str, Any], shape: ModelShape, ops: Ops) -> None:
         act = _ACTIVATIONS.get(config.get("hidden_act", "silu"))
@@ -68,6 +69,9 @@ class Llama(Model):
             return
         tied = bool(config.get("tie_word_embeddings", False))
         self.head = Head(ops, "lm_head", self.embedding, shape.vocab_size, hidden, tied)
+        cls = type(self)
+        if (cls.hidden, cls.logits) == (Llama.hidden, Llama.logits):  # else it is not all there is
+            self._to_logits = self.decoder.to_logits(ops, self.embedding, self.head)
 
     def attention_biases(self, config: Mapping[str, Any]) -> tuple[bool, bool]:
         """Whether q, k and v, and whether the output projection, have biases."""
@@ -112,6 +116,9 @@ class Llama(Model):
 
     def logits(self, hidden: torch.Tensor, ctx: Ctx) -> torch.Tensor:
         return self.head(hidden, ctx)
+
+    def step_logits(self, ctx: Ctx) -> torch.Tensor:
+        return super().step_logits(ctx) if self._to_logits is None else self._to_logits(ctx)
 
 
 class Mistral(Llama):

@@ -46,11 +46,13 @@ from octavo.kernels.cpu.steps import (
 from octavo.kernels.cpu.threads import core_count, set_threads, threading, threads
 from octavo.kernels.cpu.weights import (
     PACKING,
+    DecoderEnds,
     DecoderLayer,
     LayerStack,
     LayerStep,
     PackedWeight,
     decoder_layers,
+    decoder_logits,
     linear,
     unpack_rows,
 )
@@ -77,6 +79,7 @@ __all__ = [
     "PACKING",
     "AttentionLayer",
     "AttentionStep",
+    "DecoderEnds",
     "DecoderLayer",
     "LayerStack",
     "LayerStep",
@@ -89,6 +92,7 @@ __all__ = [
     "copy_blocks",
     "core_count",
     "decoder_layers",
+    "decoder_logits",
     "dtype_code",
     "force_isa",
     "gather_blocks",

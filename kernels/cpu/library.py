@@ -47,6 +47,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "unpack_rows": (_I, [_P, _P, _P, _I64]),
     "linear": (_I, [_P, _P, _I64, _P, _I64, _I64, _P]),
     "decoder_layers": (_I, [_P, _P, _I64, _P]),
+    "decoder_logits": (_I, [_P, _P, _I64, _P, _P, _P, _I64, _P, _I64]),
 }
 
 

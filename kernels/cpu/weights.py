@@ -336,3 +336,55 @@ def decoder_layers(stack: LayerStack, x: Tensor) -> None:
     status = lib.decoder_layers(stack.layers, stack.steps, stack.count, x.data_ptr())
     if status:
         fail(status, "decoder_layers")
+
+
+class DecoderEnds(ctypes.Structure):
+    """What :func:`decoder_logits` needs of a model before its layers and behind them."""
+
+    _fields_ = (
+        ("embedding", _Weight),
+        ("head", _Weight),
+        ("norm", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("norm_offset", ctypes.c_float),
+    )
+
+    def __init__(
+        self,
+        embedding: PackedWeight,
+        head: PackedWeight,
+        norm: Tensor,
+        eps: float,
+        norm_offset: float,
+    ) -> None:
+        """embedding [V, hidden]; head [V, hidden], which may be the same; norm float32 [hidden]."""
+        super().__init__(embedding.struct, head.struct, norm.data_ptr(), eps, norm_offset)
+        self.keep = (embedding, head, norm)
+        self.address = ctypes.addressof(self)
+
+
+def decoder_logits(
+    out: Tensor,
+    stack: LayerStack,
+    ends: DecoderEnds,
+    ids: HostArray,
+    logits_rows: HostArray | None,
+) -> None:
+    """out float32 [L, V] = the logits of rows logits_rows int64 [L] (None: all, in order) of tokens ids int64 [T]:
+    embedding, the stack's layers, norm and head.
+
+    Gives the same bits as the single ops.
+    """
+    status = lib.decoder_logits(
+        stack.layers,
+        stack.steps,
+        stack.count,
+        ends.address,
+        address(ids),
+        None if logits_rows is None else address(logits_rows),
+        out.shape[0],
+        out.data_ptr(),
+        out.stride(0),
+    )
+    if status:
+        fail(status, "decoder_logits")

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.core.contract import Ctx
+from octavo.core.contract import Ctx, DecoderSpec
 from octavo.core.layers.decoder import (
     DECODER_LAYERS,
+    DECODER_LOGITS,
     ROTARY,
     Attention,
     DecoderLayer,
     GatedMLP,
 )
-from octavo.core.layers.module import RMSNorm
+from octavo.core.layers.module import Embedding, Head, RMSNorm
+from octavo.core.models.base import wanted
 from octavo.core.ops import DTYPES
 from octavo.plugins.conformance import truth
 from octavo.plugins.conformance.batches import build, draw, history, padded
@@ -154,6 +156,46 @@ def several_layers(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> F
     return Finding()
 
 
+def whole_decoder(subject: Subject, dice: Dice, dtype: str, kv_dtype: str) -> Finding:
+    """decoder_logits: the bits of embedding, decoder_layers, norm and head one after the other, also in the step
+    after, and with rows left out."""
+    made = Layer(subject, dice, dtype, 0, dice.random() < 0.5, "silu")
+    specs = tuple(dataclasses.replace(made.layer.spec, layer=i) for i in range(LAYERS))
+    ops = subject.ops
+    if not all(ops.fuses(DECODER_LOGITS, spec) for spec in specs):
+        raise NotOffered("decoder_logits is not offered for such layers: the smaller ops run")
+    vocab, eps, hidden = 101, 1e-3, made.hidden
+    embedding, norm = Embedding(ops, "e", vocab, hidden), RMSNorm(ops, "n", hidden, eps)
+    head = Head(ops, "h", embedding, vocab, hidden, tied=False)
+    for spec in (*embedding.own_specs(), *norm.own_specs(), *head.own_specs()):
+        around = 1.0 if spec.role == "norm" else 0.0
+        made.weights[spec.name], _ = subject.pack(
+            around + dice.standard_normal(spec.shape) * 0.3, spec, dtype
+        )
+    decoder = DecoderSpec(specs, embedding.weight, norm.weight, head.weight, eps)
+    cache = Cache.drawn(
+        subject, dice, dtype, kv_dtype, 24, heads=made.heads, head_size=made.size, longest=400
+    )
+    for _ in range(2):
+        step = draw(dice, cache.plan, "mixed", range(1, 24), min(POSITIONS, 200))
+        for past in (*(past for past, _ in history(cache.plan, step.pieces)), step):
+            batch = build(cache.plan, past)
+            ids = dice.integers(0, vocab, len(batch.token_ids)).astype(np.int32)
+            batch = dataclasses.replace(batch, token_ids=ids)
+            ctx = Ctx(made.weights, cache.handles, subject.prepare(batch), logits_only=True)
+            x = ops.decoder_layers(embedding(ctx.meta.token_ids, ctx), specs, ctx)
+            meant = get(head(wanted(norm(x, ctx), ctx.meta), ctx))
+            ctx = Ctx(made.weights, ctx.kv, subject.prepare(batch), logits_only=True)
+            out = get(ops.decoder_logits(decoder, ctx))
+            demand(
+                np.array_equal(out, meant),
+                "decoder_logits gives other bits than its parts one after the other",
+            )
+            cache.handles = ctx.kv
+    demand(len(cache.handles) == LAYERS, "decoder_logits lost a handle")
+    return Finding()
+
+
 def _run(
     subject: Subject, cache: Cache, made: Layer, step: Any, rows: Array, kind: torch.dtype
 ) -> torch.Tensor:
@@ -183,9 +225,16 @@ def cases(subject: Subject, full: bool) -> list[Case]:
             for i in range(more)
         )
 
+    def add_whole(name: str, *given: Any) -> None:
+        made.extend(
+            Case("op", DECODER_LOGITS, name, "order", i, lambda s, d: whole_decoder(s, d, *given))
+            for i in range(more)
+        )
+
     for dtype, kv_dtype in subject.numbers():
         name = dtype if kv_dtype == dtype else f"{dtype},kv={kv_dtype}"
         add(name, "plain", 3, dtype, kv_dtype, False)
         add(name, "window", 2, dtype, kv_dtype, True)
         add_several(name, dtype, kv_dtype)
+        add_whole(name, dtype, kv_dtype)
     return made

@@ -180,6 +180,13 @@ int octavo_decoder_layers(const octavo_layer *const *layers, const octavo_layer_
                           int64_t count, float *x) {
   return choice.table->decoder_layers(layers, steps, count, x);
 }
+int octavo_decoder_logits(const octavo_layer *const *layers, const octavo_layer_step *const *steps,
+                          int64_t layer_count, const octavo_ends *ends, const int64_t *ids,
+                          const int64_t *logits_rows, int64_t count, float *logits,
+                          int64_t logits_stride) {
+  return choice.table->decoder_logits(layers, steps, layer_count, ends, ids, logits_rows, count, logits,
+                                      logits_stride);
+}
 double octavo_peak(int kind, int64_t rounds) { return choice.table->peak(kind, rounds); }
 uint32_t octavo_read(const void *data, int64_t bytes) { return choice.table->read(data, bytes); }
 }

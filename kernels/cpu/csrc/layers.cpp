@@ -6,6 +6,7 @@
 //
 // No row's bits depend on its company, so neither do they on the cut.
 #include "layer.h"
+#include "norm.h"
 
 namespace OCTAVO_NS {
 namespace {
@@ -246,6 +247,30 @@ int decoder_layers(const octavo_layer *const *layers, const octavo_layer_step *c
   for (int g = 0; g < found; ++g)
     if (status[g]) return status[g];
   return OCTAVO_OK;
+}
+
+int decoder_logits(const octavo_layer *const *layers, const octavo_layer_step *const *steps, int64_t layer_count,
+                   const octavo_ends *ends, const int64_t *ids, const int64_t *logits_rows, int64_t count,
+                   float *logits, int64_t logits_stride) {
+  const octavo_ends &e = *ends;
+  const int64_t hidden = e.embedding.k, rows = layer_count > 0 ? steps[0]->rows : 0;
+  if (rows < 1 || e.head.k != hidden || layers[0]->qkv.k != hidden || weight_bytes(&e.head) < 0)
+    return OCTAVO_BAD_ARGUMENT;
+  const int64_t apart = ((hidden + 15) / 16 | 1) * 16;  // as in a layer
+  float *x = static_cast<float *>(octavo::scratch(size_t(rows * hidden + count * apart + 16) * sizeof(float), 4));
+  if (!x) return OCTAVO_NO_MEMORY;
+  float *normed = x + (rows * hidden + 15) / 16 * 16;
+  octavo::Laps laps;
+  if (const int status = unpack_rows(&e.embedding, x, ids, rows)) return status;
+  laps(OCTAVO_EMBEDDING);
+  if (const int status = decoder_layers(layers, steps, layer_count, x)) return status;
+  laps = {};
+  parallel(count, 1 + 16384 / hidden, octavo::max_threads(), [&](int, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      norm_row(normed + i * apart, x + (logits_rows ? logits_rows[i] : i) * hidden, e.norm, hidden, e.eps, e.norm_offset);
+  });
+  laps(OCTAVO_NORM);
+  return linear(&e.head, logits, logits_stride, normed, apart, count, nullptr);
 }
 
 }  // namespace OCTAVO_NS

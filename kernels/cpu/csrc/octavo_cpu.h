@@ -167,6 +167,19 @@ OCTAVO_API int octavo_decoder_layer(const octavo_layer *layer, const octavo_laye
 OCTAVO_API int octavo_decoder_layers(const octavo_layer *const *layers,
                                      const octavo_layer_step *const *steps, int64_t count, float *x);
 
+typedef struct { /* what stands before a model's layers and behind them */
+  octavo_weight embedding, head;
+  const float *norm; /* [hidden] */
+  float eps, norm_offset;
+} octavo_ends;
+/* logits [count, head.n] of the residual stream's rows logits_rows (NULL: all in order), which begins as the
+ * embedding's rows ids [steps[0]->rows]: that, all layers, norm and head. */
+OCTAVO_API int octavo_decoder_logits(const octavo_layer *const *layers,
+                                     const octavo_layer_step *const *steps, int64_t layer_count,
+                                     const octavo_ends *ends, const int64_t *ids,
+                                     const int64_t *logits_rows, int64_t count, float *logits,
+                                     int64_t logits_stride);
+
 /* --- sampling, from float32 logits [rows, vocab]; a NULL array means "off" for every row; -1 where no token
  * is allowed, the largest logit is infinite or one is a NaN --- */
 OCTAVO_API int octavo_sample(int64_t *out, const float *logits, int64_t rows, int64_t vocab,

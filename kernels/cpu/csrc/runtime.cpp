@@ -269,7 +269,7 @@ struct Buffer {
   size_t size = 0;
   ~Buffer() { std::free(memory); }
 };
-thread_local Buffer t_buffers[4];
+thread_local Buffer t_buffers[5];
 
 }  // namespace
 

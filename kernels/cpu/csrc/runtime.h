@@ -31,7 +31,7 @@ void wait_for(Progress &p, int done);
 // Memory of the calling thread, 64-byte aligned, valid until its next call for the same level; null if
 // there is none. Kernels call it before they go parallel: it belongs to the call, never to a worker.
 // Level 0 is for an op, 1 for what calls ops, 2 for what an op needs beside its level 0, 3 for who calls
-// what calls ops.
+// what calls ops, 4 for who calls that.
 void *scratch(size_t bytes, int level = 0);
 
 // Where a call's time goes, when it is asked for: between two laps of the calling thread, waiting for

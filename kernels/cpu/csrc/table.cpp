@@ -9,5 +9,5 @@ const KernelTable OCTAVO_TABLE = {
     OCTAVO_NS::add_rms_norm, OCTAVO_NS::rotary,  OCTAVO_NS::act_and_mul,     OCTAVO_NS::sample,
     OCTAVO_NS::token_logprobs, OCTAVO_NS::best_allowed, OCTAVO_NS::weight_bytes, OCTAVO_NS::pack_weight,
     OCTAVO_NS::pack_codes, OCTAVO_NS::unpack_rows, OCTAVO_NS::linear, OCTAVO_NS::decoder_layer,
-    OCTAVO_NS::decoder_layers, OCTAVO_NS::peak,  OCTAVO_NS::read,
+    OCTAVO_NS::decoder_layers, OCTAVO_NS::decoder_logits, OCTAVO_NS::peak, OCTAVO_NS::read,
 };

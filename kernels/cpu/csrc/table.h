@@ -20,6 +20,7 @@ struct KernelTable {
   decltype(&octavo_linear) linear;
   decltype(&octavo_decoder_layer) decoder_layer;
   decltype(&octavo_decoder_layers) decoder_layers;
+  decltype(&octavo_decoder_logits) decoder_logits;
   decltype(&octavo_peak) peak;
   decltype(&octavo_read) read;
 };

@@ -34,6 +34,8 @@ int pack_weight(const octavo_weight *, const void *const *, const int64_t *, int
 int unpack_rows(const octavo_weight *, float *, const int64_t *, int64_t);
 int decoder_layer(const octavo_layer *, const octavo_layer_step *, float *);
 int decoder_layers(const octavo_layer *const *, const octavo_layer_step *const *, int64_t, float *);
+int decoder_logits(const octavo_layer *const *, const octavo_layer_step *const *, int64_t, const octavo_ends *,
+                   const int64_t *, const int64_t *, int64_t, float *, int64_t);
 int linear(const octavo_weight *, float *, int64_t, const float *, int64_t, int64_t, const float *);
 double peak(int, int64_t);
 uint32_t read(const void *, int64_t);

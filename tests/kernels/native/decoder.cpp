@@ -197,6 +197,57 @@ void test_tails(Report &r, const octavo_layer *const *all, const octavo_layer_st
   }
 }
 
+// From ids to logits in one call: the bits of its parts one after the other. Of all rows, and of some in any order.
+void test_logits(Report &r, Random &random, int format, const octavo_layer *const *layers,
+                 const octavo_layer_step *const *steps, const Array &cache, Array &used) {
+  constexpr int kVocab = 70;
+  const int64_t rows = steps[0]->rows;
+  std::vector<void *> memory;
+  const auto packed = [&](int64_t n) {
+    octavo_weight w = {nullptr, n, kHidden, format, 32, 0};
+    void *data = nullptr;
+    if (posix_memalign(&data, 64, static_cast<size_t>(octavo_weight_bytes(&w)))) std::abort();
+    memory.push_back(data);
+    w.data = data;
+    const Array source = Array::normal(random, n * kHidden, OCTAVO_F32, 0.2);
+    const void *const parts[] = {source.data()};
+    if (has_codes(format))
+      Codes(source, format, 32).pack(w);
+    else
+      octavo_pack_weight(&w, parts, &n, OCTAVO_F32);
+    return w;
+  };
+  const Array norm = Array::normal(random, kHidden);
+  octavo_ends ends = {packed(kVocab), packed(kVocab + 3), norm.floats(), 1e-5f, 1.0f};
+  std::vector<int64_t> ids(rows), wanted = {rows - 2, 0, 3, 3};
+  for (int64_t &id : ids) id = random.below(kVocab);
+
+  Array x(rows * kHidden), normed(rows * kHidden), all(rows * ends.head.n), some(rows * ends.head.n);
+  used = cache;
+  octavo_unpack_rows(&ends.embedding, x.floats(), ids.data(), rows);
+  r.that(!octavo_decoder_layers(layers, steps, kLayers, x.floats()), "status");
+  const octavo_norm how = {rows, 1, kHidden, kHidden, kHidden, kHidden, kHidden, OCTAVO_F32, OCTAVO_F32, 1e-5f, 1.0f};
+  octavo_rms_norm(&how, normed.data(), x.data(), norm.floats());
+  octavo_linear(&ends.head, all.floats(), ends.head.n, normed.floats(), kHidden, rows, nullptr);
+
+  const size_t bytes = size_t(ends.head.n) * 4;
+  const auto run = [&](const int64_t *which, int64_t count) {
+    used = cache;
+    return octavo_decoder_logits(layers, steps, kLayers, &ends, ids.data(), which, count, some.floats(), ends.head.n);
+  };
+  r.that(!run(nullptr, rows), "status");
+  r.that(!std::memcmp(some.data(), all.data(), size_t(rows - 1) * bytes), "%s: logits in one call have other bits",
+         name_of(format));
+  r.that(!run(wanted.data(), int64_t(wanted.size())), "status");
+  for (size_t i = 0; i < wanted.size(); ++i)
+    r.that(!std::memcmp(some.at(i * ends.head.n), all.at(wanted[i] * ends.head.n), bytes),
+           "%s: logits of a wanted row have other bits", name_of(format));
+  r.that(!run(nullptr, 0), "no logits at all");
+  ends.head.k = kHidden / 2;
+  r.that(run(nullptr, rows) == OCTAVO_BAD_ARGUMENT, "a head of another width is refused");
+  for (void *each : memory) std::free(each);
+}
+
 }  // namespace
 
 void test_decoder_layers(Report &r) {
@@ -236,6 +287,8 @@ void test_decoder_layers(Report &r) {
       }
       r.saw(x[0].data(), size_t(rows - 1) * kHidden * 4);
       test_tails(r, all, steps, many, own, first, cache, x[1], region[1], region[0]);
+      for (int i = 0; i < kLayers; ++i) many.place(own[i], i, region[0]);
+      test_logits(r, random, format, all, steps, cache, region[0]);
       // A layer that cannot be run: nobody waits for it.
       own[1].down.k = kMiddle / 2;
       r.that(octavo_decoder_layers(all, steps, kLayers, x[0].floats()) == OCTAVO_BAD_ARGUMENT, "a wrong shape is refused");

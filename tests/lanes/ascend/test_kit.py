@@ -26,7 +26,13 @@ VENDORS = (
 
 def kit(backend: Any, dtype: str, path: Path) -> None:
     backend.dtypes = (dtype,)
-    whole_kit(backend, "npu", "stand-in", path, {"store_packed", "decoder_layer", "decoder_layers"})
+    whole_kit(
+        backend,
+        "npu",
+        "stand-in",
+        path,
+        {"store_packed", "decoder_layer", "decoder_layers", "decoder_logits"},
+    )
     assert not [name for name in VENDORS if not bodies.calls[name]]
 
 

@@ -19,5 +19,7 @@ def test_the_whole_kit(word: str) -> None:
     if word == "cpu":  # a failed compile installs too, with the portable ops
         assert kernels.available(), kernels.why_unavailable()
         assert {
-            row.state for row in card.rows if row.op in ("decoder_layer", "decoder_layers")
+            row.state
+            for row in card.rows
+            if row.op in ("decoder_layer", "decoder_layers", "decoder_logits")
         } == {"passed"}

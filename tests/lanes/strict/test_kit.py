@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-NOT_OFFERED = {"store_packed", "decoder_layer", "decoder_layers"}
+NOT_OFFERED = {"store_packed", "decoder_layer", "decoder_layers", "decoder_logits"}
 """Of the kit's operations, those that the chip has not."""
 
 

@@ -364,6 +364,7 @@ def test_an_interpreted_device_gets_fewer_and_smaller_checks_of_every_kind() -> 
     assert {r.op for r in found if r.state != "passed"} == {
         "decoder_layer",
         "decoder_layers",
+        "decoder_logits",
         "store_packed",
     }
 
@@ -384,6 +385,19 @@ def test_rows_of_logits_that_all_layers_leave_out_are_seen(monkeypatch: pytest.M
     assert all("where only rows of logits are wanted" in r.detail for r in found)
 
 
+def test_logits_of_other_rows_than_wanted_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RowsInOrder(CpuOps):
+        def decoder_logits(self, spec: Any, ctx: Any) -> Any:
+            return super().decoder_logits(spec, ctx).flip(0)
+
+    monkeypatch.setattr(CpuBackend, "ops", lambda self, device: RowsInOrder())
+    subject = Subject(CpuBackend(), "cpu")
+    cases = [c for c in catalogue(subject) if c.op == "decoder_logits" and c.number == 0]
+    found = [run_case(subject, c) for c in cases]
+    assert cases and {r.state for r in found} == {"failed"}
+    assert all("gives other bits than its parts" in r.detail for r in found)
+
+
 @pytest.mark.parametrize("word", ["cpu", "reference"])
 def test_a_sample_of_the_kit_over_a_built_in_backend(word: str) -> None:
     resolved = plugins().resolve(word)
@@ -396,6 +410,7 @@ def test_a_sample_of_the_kit_over_a_built_in_backend(word: str) -> None:
     assert passed >= {c.op for c in cases} - {
         "decoder_layer",
         "decoder_layers",
+        "decoder_logits",
         "store_packed",
         "probe",
         "prefix-hits",
