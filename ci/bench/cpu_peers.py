@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.runs < 1 or (options.requests is not None and options.requests < 1):
         raise ConfigError("--runs and --requests must be at least 1")
     variants = options.octavo_variant or engines.DEFAULT_VARIANTS
-    everyone = [*map(engines.variant, variants), *engines.peers()]
+    everyone = [*map(engines.variant, variants), engines.octavo_codes(), *engines.peers()]
     chosen = engines.chosen(everyone, options.only)
     if options.list:
         print("\n".join(f"{e.name} ({e.family}): {e.about}; {', '.join(e.works)}" for e in chosen))
@@ -162,7 +162,7 @@ def _head(options: argparse.Namespace) -> dict[str, Any]:
     requests = "" if options.requests is None else f", at most {options.requests} requests: a trial"
     return {
         "machine": f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}",
-        "model": f"{options.model}, every engine from the same float32 weights",
+        "model": f"{options.model}, every engine from the same float32 weights (octavo-codes: from the file)",
         "made": datetime.now(UTC).isoformat(timespec="minutes"),
         "runs": f"{options.runs}{requests}",
     }

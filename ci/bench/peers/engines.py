@@ -125,6 +125,18 @@ def variant(text: str) -> Engine:
     return octavo(name, shlex.split(flags))
 
 
+def octavo_codes() -> Engine:
+    """Octavo on the model as it is given, not on what was made of it for all: in float32, with a GGUF's codes kept."""
+
+    def prepare(places: Places) -> Prepared:
+        here = Environment(sys.executable, octavo_version(), Path(sys.prefix))
+        options = {"model": places.models.source, "flags": ["--dtype", "float32"]}
+        return _adapter("octavo", here, options)
+
+    about = "--dtype float32, by the model file's own codes: the same numbers"
+    return Engine("octavo-codes", "octavo", about, _ALL, prepare)
+
+
 def _transformers() -> list[Engine]:
     def engine(
         name: str,

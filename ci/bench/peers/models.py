@@ -19,7 +19,7 @@ class Models:
     def __init__(self, work: Path, model: str, environments: Environments) -> None:
         self._folder = work / "models"
         self._log = work / "log"
-        self._model = model
+        self.source = model
         self._environments = environments
 
     def safetensors(self) -> Path:
@@ -27,7 +27,7 @@ class Models:
 
         def make(part: Path) -> None:
             octavo = [sys.executable, "-m", "octavo.core.entry.cli.main"]
-            command = [*octavo, "models", "export", self._model, str(part), "--dtype", "float32"]
+            command = [*octavo, "models", "export", self.source, str(part), "--dtype", "float32"]
             run_logged(command, self._log / "model-safetensors.log")
 
         return self._once("float32", make)
@@ -87,9 +87,9 @@ class Models:
 
         from octavo.core.loading.sources import resolve
 
-        files = resolve(self._model)
+        files = resolve(self.source)
         if files.kind != "gguf":
-            raise PeerError(f"llama.cpp needs a GGUF model here, and {self._model} is a folder")
+            raise PeerError(f"llama.cpp needs a GGUF model here, and {self.source} is a folder")
         reader: Any = gguf.GGUFReader(files.path)
         architecture = reader.get_field(gguf.Keys.General.ARCHITECTURE).contents()
         writer: Any = gguf.GGUFWriter(part, architecture)
