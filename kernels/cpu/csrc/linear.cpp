@@ -57,8 +57,6 @@ OCTAVO_INLINE void float_tile(const float *a, int64_t lda, const T *b, int64_t k
   give(sum, acc);
 }
 
-// A panel of codes, one inner element after the other as float32: use(k, w[kVectors]). code * scale is exact, so that
-// every element is what the checkpoint says, and was rounded once.
 OCTAVO_INLINE vf float_of_nibble(vu x) {  // of each lane's lowest four bits
 #if defined(__AVX512F__)
   const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -67,6 +65,8 @@ OCTAVO_INLINE vf float_of_nibble(vu x) {  // of each lane's lowest four bits
   return __builtin_convertvector((vi)(x & 15u), vf);
 #endif
 }
+// A panel of codes, one inner element after the other as float32: use(k, w[kVectors]). code * scale is exact, so that
+// every element is what the checkpoint says, and was rounded once.
 template <class F>
 OCTAVO_INLINE void each_of_codes4(const uint8_t *b, int64_t k, int64_t group, F &&use) {
   for (int64_t i = 0; i < k; b += 4 * kPanel) {
@@ -84,9 +84,8 @@ OCTAVO_INLINE void each_of_codes4(const uint8_t *b, int64_t k, int64_t group, F 
         const int place = kStep == 4 ? e % 4 : (e & 1) * 2 + (e % 4 >> 1);
         vf w[kVectors];
 #pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) {
+        for (int j = 0; j < kVectors; ++j)
           w[j] = fma(float_of_nibble(codes[j] >> (place * 8 + e / 4 * 4)), d[j], low[j]);
-        }
         use(i + e, w);
       }
     }
