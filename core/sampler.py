@@ -238,8 +238,8 @@ class Sampler:
     def _draw(self, logits: torch.Tensor, inputs: SampleInputs) -> Int64:
         picked = self._sample(logits, inputs)
         if self._ops.draws_finite:
-            finite: Int64 = picked.cpu().numpy()
-            return finite
+            found: Int64 = picked.cpu().numpy()
+            return found
         if picked.device.type == "cpu":
             # One by one: torch takes longer for these few numbers than the draw does.
             value, drawn = logits.numpy().item, picked.tolist()
@@ -247,8 +247,8 @@ class Sampler:
                 [t if t >= 0 and math.isfinite(value(i, t)) else -1 for i, t in enumerate(drawn)],
                 np.int64,
             )
-        good = logits.gather(1, picked.clamp_min(0)[:, None])[:, 0].isfinite()
-        tokens: Int64 = torch.where(good, picked, -1).cpu().numpy()
+        finite = logits.gather(1, picked.clamp_min(0)[:, None])[:, 0].isfinite()
+        tokens: Int64 = torch.where(finite, picked, -1).cpu().numpy()
         return tokens
 
     def _state(self, sequence: Seq) -> DrawState:

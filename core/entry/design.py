@@ -95,7 +95,7 @@ def design(config: EngineConfig, files: ModelFiles, resolved: Resolved, phases: 
     phases.notes += [f"backend {backend.name!r}: {text}" for text in plugins().deprecated_in(plan)]
     return Design(
         *(resolved, cls, model_config, eos, dtype, numbers.scheme, shape, limits, plan, tasks),
-        kept=_kept(config, files, numbers),
+        kept=_kept(config, files, numbers) if capabilities.kept_codes else None,
     )
 
 

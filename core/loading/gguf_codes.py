@@ -15,10 +15,11 @@ from octavo.core.loading.gguf_dequant import (
     Q4_K,
     Q5_0,
     Q8_0,
-    fifth_bits,
     half,
     k_scales,
     nibbles,
+    q5_0_codes,
+    q8_0_codes,
 )
 
 if TYPE_CHECKING:
@@ -77,13 +78,8 @@ def kept_codes(raw: torch.Tensor, kind: int, shape: tuple[int, ...]) -> Quantize
         if found is None:
             return None
         return QuantizedTensor(form, found.codes, found.scales, found.minima, GROUP, found.dtype)
-    blocks = raw.view(-1, 34 if kind == Q8_0 else 22)
-    codes = torch.empty(shape, dtype=torch.int8)
-    if kind == Q8_0:
-        codes.view(-1, GROUP).copy_(blocks[:, 2:].view(torch.int8))
-    else:
-        low = torch.empty(blocks.shape[0], 1, 2, 16, dtype=torch.uint8)
-        nibbles(blocks[:, 6:].contiguous(), low)
-        codes.view(-1, GROUP).copy_(low.view(-1, GROUP) + fifth_bits(blocks, 2)).sub_(16)
+    width, fill = (34, q8_0_codes) if kind == Q8_0 else (22, q5_0_codes)
+    blocks, codes = raw.view(-1, width), torch.empty(shape, dtype=torch.int8)
+    fill(blocks, codes.view(-1, GROUP))
     scales = half(blocks, 0).half().view(shape[0], shape[1] // GROUP)
     return QuantizedTensor(form, codes, scales, None, GROUP, torch.float32)

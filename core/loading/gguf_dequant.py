@@ -81,7 +81,7 @@ def _q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
-def fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The 32 high bits at byte ``at``, each worth 16: uint8 [blocks, 32]."""
     import torch
 
@@ -90,20 +90,30 @@ def fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return (bits << 4).view(-1, 32)
 
 
-def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
+def q5_0_codes(blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A Q5_0 block's codes in out [blocks, 32], of any dtype; returns it."""
     nibbles(blocks[:, 6:].contiguous(), out.view(-1, 1, 2, 16))
-    out.add_(fifth_bits(blocks, 2)).sub_(16).mul_(half(blocks, 0))
+    return out.add_(_fifth_bits(blocks, 2)).sub_(16)
+
+
+def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    q5_0_codes(blocks, out).mul_(half(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
     nibbles(blocks[:, 8:].contiguous(), out.view(-1, 1, 2, 16))
-    out.add_(fifth_bits(blocks, 4)).mul_(half(blocks, 0)).add_(half(blocks, 2))
+    out.add_(_fifth_bits(blocks, 4)).mul_(half(blocks, 0)).add_(half(blocks, 2))
+
+
+def q8_0_codes(blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The same of a Q8_0 block."""
+    import torch
+
+    return out.copy_(blocks[:, 2:].view(torch.int8))
 
 
 def _q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    import torch
-
-    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(half(blocks, 0))
+    q8_0_codes(blocks, out).mul_(half(blocks, 0))
 
 
 def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -92,16 +92,20 @@ class Form:
         return values.view(n, k)
 
     def linear(self, x: torch.Tensor, weight: QuantizedTensor) -> torch.Tensor:
-        """x [T, K] -> [T, N] in x's dtype: 8-bit activations times weight, summed in float64."""
+        """x [T, K] -> [T, N] in x's dtype: the activations as they are seen times weight, summed in float64."""
         import torch
 
-        wide = rounded_rows(x, self.shared(weight))
+        wide = self.seen(x, weight)
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
         for start in range(0, weight.shape[0], ROWS_AT_ONCE):
             ids = torch.arange(start, min(start + ROWS_AT_ONCE, weight.shape[0]), device=x.device)
             values = self.dequantize(weight.rows(ids)).double()
             out[:, start : start + len(ids)] = wide @ values.T
         return out.to(x.dtype)
+
+    def seen(self, x: torch.Tensor, weight: QuantizedTensor) -> torch.Tensor:
+        """What a product takes of x [T, K], in float64: 8-bit codes of it."""
+        return rounded_rows(x, self.shared(weight))
 
     def shared(self, weight: QuantizedTensor) -> int:
         """Activations of a token that share a scale."""

@@ -2,7 +2,7 @@
 
 GGUF's Q4_0, Q4_1, Q5_0 and Q8_0: code · scale of a float16 scale and a code of up to 8 bits is exact in float32,
 and adding a float16 minimum rounds once, as unpacking them does. Nothing is quantised here, activations
-neither: the model computes the same with a fifth to a quarter of float32's memory.
+neither: the model computes the same with a sixth to a quarter of float32's memory.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ import torch
 
 from octavo.core.contract import WeightSpec
 from octavo.core.loading.errors import WeightsError
-from octavo.core.quantization.base import (
-    ROWS_AT_ONCE,
-    Form,
-    QuantizedTensor,
-    Scheme,
-    Shape,
-    Tensors,
-)
-
-GROUP = 32
+from octavo.core.loading.gguf_codes import GROUP
+from octavo.core.quantization.base import Form, QuantizedTensor, Scheme, Shape, Tensors
 
 
 class KeptForm(Form):
-    """Codes of a checkpoint. Products are with the activations as they are."""
+    """Codes of a checkpoint. Products are with the activations as they are. halves: float16 numbers of a group."""
+
+    halves: ClassVar[int]
 
     def holds(self, shape: Shape, group: int) -> bool:
         return len(shape) == 2 and group > 0 and group % 8 == 0 and shape[1] % group == 0
@@ -36,14 +30,12 @@ class KeptForm(Form):
     def quantize(self, weight: torch.Tensor, group: int) -> QuantizedTensor:
         raise TypeError(f"{self.name} holds what a checkpoint has in codes, and quantises nothing")
 
-    def linear(self, x: torch.Tensor, weight: QuantizedTensor) -> torch.Tensor:
-        """x [T, K] -> [T, N] in x's dtype, summed in float64."""
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-        wide = x.double()
-        for start in range(0, weight.shape[0], ROWS_AT_ONCE):
-            ids = torch.arange(start, min(start + ROWS_AT_ONCE, weight.shape[0]), device=x.device)
-            out[:, start : start + len(ids)] = wide @ self.dequantize(weight.rows(ids)).double().T
-        return out.to(x.dtype)
+    def seen(self, x: torch.Tensor, weight: QuantizedTensor) -> torch.Tensor:
+        return x.double()
+
+    def nbytes(self, shape: Shape, group: int) -> int:
+        elements = math.prod(shape)
+        return elements * self.bits // 8 + 2 * self.halves * (elements // group)
 
 
 class Codes4(KeptForm):
@@ -51,11 +43,8 @@ class Codes4(KeptForm):
 
     name: ClassVar[str] = "codes4"
     bits: ClassVar[int] = 4
+    halves: ClassVar[int] = 2
     needs: ClassVar[str] = "a checkpoint in Q4_0 or Q4_1"
-
-    def nbytes(self, shape: Shape, group: int) -> int:
-        elements = math.prod(shape)
-        return elements // 2 + 4 * (elements // group)
 
 
 class Codes8(KeptForm):
@@ -63,11 +52,8 @@ class Codes8(KeptForm):
 
     name: ClassVar[str] = "codes8"
     bits: ClassVar[int] = 8
+    halves: ClassVar[int] = 1
     needs: ClassVar[str] = "a checkpoint in Q8_0 or Q5_0"
-
-    def nbytes(self, shape: Shape, group: int) -> int:
-        elements = math.prod(shape)
-        return elements + 2 * (elements // group)
 
 
 class Kept(Scheme):

@@ -235,6 +235,15 @@ def test_it_stays_on_where_every_override_keeps_it(point: Point) -> None:
     assert not fuses(claims(point, fast=kept, b=rotary).resolved_ops(Chip(), "chip"))
 
 
+def test_what_a_backend_promises_of_its_own_draw_is_not_an_overrides_promise(point: Point) -> None:
+    class Finite(ChipOps):
+        draws_finite: ClassVar[bool] = True
+
+    draw = OpOverride("chip", "sample", giving(3))
+    assert not claims(point, draw=draw).resolved_ops(Chip(Finite), "chip").ops.draws_finite
+    assert claims(point, fast=norm()).resolved_ops(Chip(Finite), "chip").ops.draws_finite
+
+
 # ------------------------------------------------------------------------------------- no residue
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import gguf
 import numpy as np
@@ -12,13 +13,13 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf_models import original_weights, write_gguf
 
 from octavo.core.contract import WeightSpec
+from octavo.core.loading.gguf_codes import GROUP, kept_codes
 from octavo.core.loading.gguf_codes import KEPT as KINDS
-from octavo.core.loading.gguf_codes import kept_codes
 from octavo.core.loading.gguf_dequant import dequantize
 from octavo.core.loading.gguf_weights import GgufWeights
 from octavo.core.quantization import KEPT, form, place
 from octavo.core.quantization.base import QuantizedTensor
-from octavo.core.quantization.kept import GROUP, Kept
+from octavo.core.quantization.kept import Kept
 
 
 def raw_blocks(kind: int, rows: int, columns: int) -> torch.Tensor:
@@ -80,9 +81,11 @@ def test_sizes(name: str) -> None:
     assert not kind.holds((7, 48), 32) and not kind.holds((7,), 32) and not kind.holds((7, 96), 0)
 
 
-def spec(role: str, *parts: str, alias: str | None = None) -> WeightSpec:
+def spec(
+    role: Literal["linear", "head", "embedding", "norm"], *parts: str, alias: str | None = None
+) -> WeightSpec:
     shapes = tuple((part, (8, 64)) for part in parts)
-    return WeightSpec("+".join((*parts, role)), role, shapes, alias=alias)  # type: ignore[arg-type]
+    return WeightSpec("+".join((*parts, role)), role, shapes, alias=alias)
 
 
 def test_a_weight_is_kept_where_all_its_parts_are_of_one_form() -> None:

@@ -34,10 +34,6 @@ struct Buffers {
   char *codes;
 };
 
-// From row to row of what a product reads: an odd number of cache lines. Rows a power of two apart would all fall on
-// few of the cache's sets, and throw each other out.
-int64_t apart(int64_t width) { return ((width + 15) / 16 | 1) * 16; }
-
 int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // The layer's product w of x, which is [rows, w.k] float32 with rows `apart`: quantised first if w is.

@@ -6,6 +6,10 @@ namespace OCTAVO_NS {
 
 constexpr int kMostGroups = 64;
 
+// From row to row of what a product reads: an odd number of cache lines. Rows a power of two apart would all fall on
+// few of the cache's sets, and throw each other out.
+inline int64_t apart(int64_t width) { return ((width + 15) / 16 | 1) * 16; }
+
 // Of a group of rows that goes through the layers beside others: its queries see what some of the groups
 // before it write in the same layer.
 struct Turn {

@@ -256,8 +256,8 @@ int decoder_logits(const octavo_layer *const *layers, const octavo_layer_step *c
   const int64_t hidden = e.embedding.k, rows = layer_count > 0 ? steps[0]->rows : 0;
   if (rows < 1 || e.head.k != hidden || layers[0]->qkv.k != hidden || weight_bytes(&e.head) < 0)
     return OCTAVO_BAD_ARGUMENT;
-  const int64_t apart = ((hidden + 15) / 16 | 1) * 16;  // as in a layer
-  float *x = static_cast<float *>(octavo::scratch(size_t(rows * hidden + count * apart + 16) * sizeof(float), 4));
+  const int64_t stride = apart(hidden);
+  float *x = static_cast<float *>(octavo::scratch(size_t(rows * hidden + count * stride + 16) * sizeof(float), 4));
   if (!x) return OCTAVO_NO_MEMORY;
   float *normed = x + (rows * hidden + 15) / 16 * 16;
   octavo::Laps laps;
@@ -267,10 +267,10 @@ int decoder_logits(const octavo_layer *const *layers, const octavo_layer_step *c
   laps = {};
   parallel(count, 1 + 16384 / hidden, octavo::max_threads(), [&](int, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
-      norm_row(normed + i * apart, x + (logits_rows ? logits_rows[i] : i) * hidden, e.norm, hidden, e.eps, e.norm_offset);
+      norm_row(normed + i * stride, x + (logits_rows ? logits_rows[i] : i) * hidden, e.norm, hidden, e.eps, e.norm_offset);
   });
   laps(OCTAVO_NORM);
-  return linear(&e.head, logits, logits_stride, normed, apart, count, nullptr);
+  return linear(&e.head, logits, logits_stride, normed, stride, count, nullptr);
 }
 
 }  // namespace OCTAVO_NS

@@ -369,6 +369,16 @@ def test_an_interpreted_device_gets_fewer_and_smaller_checks_of_every_kind() -> 
     }
 
 
+def failures_of_all(ops: type[CpuOps], op: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the first cases of an op say on the CPU backend with these ops, once every one has failed."""
+    monkeypatch.setattr(CpuBackend, "ops", lambda self, device: ops())
+    subject = Subject(CpuBackend(), "cpu")
+    cases = [c for c in catalogue(subject) if c.op == op and c.number == 0]
+    found = [run_case(subject, c) for c in cases]
+    assert cases and {r.state for r in found} == {"failed"}
+    return [r.detail for r in found]
+
+
 def test_rows_of_logits_that_all_layers_leave_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     class OneTooFew(CpuOps):
         def decoder_layers(self, x: Any, specs: Any, ctx: Any) -> Any:
@@ -377,12 +387,8 @@ def test_rows_of_logits_that_all_layers_leave_out_are_seen(monkeypatch: pytest.M
                 out[ctx.meta.batch.logits_rows[-1]] += 1
             return out
 
-    monkeypatch.setattr(CpuBackend, "ops", lambda self, device: OneTooFew())
-    subject = Subject(CpuBackend(), "cpu")
-    cases = [c for c in catalogue(subject) if c.op == "decoder_layers" and c.number == 0]
-    found = [run_case(subject, c) for c in cases]
-    assert cases and {r.state for r in found} == {"failed"}
-    assert all("where only rows of logits are wanted" in r.detail for r in found)
+    details = failures_of_all(OneTooFew, "decoder_layers", monkeypatch)
+    assert all("where only rows of logits are wanted" in detail for detail in details)
 
 
 def test_logits_of_other_rows_than_wanted_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,12 +396,8 @@ def test_logits_of_other_rows_than_wanted_are_seen(monkeypatch: pytest.MonkeyPat
         def decoder_logits(self, spec: Any, ctx: Any) -> Any:
             return super().decoder_logits(spec, ctx).flip(0)
 
-    monkeypatch.setattr(CpuBackend, "ops", lambda self, device: RowsInOrder())
-    subject = Subject(CpuBackend(), "cpu")
-    cases = [c for c in catalogue(subject) if c.op == "decoder_logits" and c.number == 0]
-    found = [run_case(subject, c) for c in cases]
-    assert cases and {r.state for r in found} == {"failed"}
-    assert all("gives other bits than its parts" in r.detail for r in found)
+    details = failures_of_all(RowsInOrder, "decoder_logits", monkeypatch)
+    assert all("gives other bits than its parts" in detail for detail in details)
 
 
 @pytest.mark.parametrize("word", ["cpu", "reference"])
